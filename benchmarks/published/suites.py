@@ -8,6 +8,7 @@ from usp.parallel import load_hardware
 from usp.predict.seconds import step_seconds
 
 from .row import K, Row, Source, step_job
+from .stacks import AUTOMODEL, PRIME_RL
 from .trl import QWEN3_06B
 
 QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
@@ -28,6 +29,7 @@ STEPS: tuple[tuple[str, str, dict[str, Any], str, int, dict[str, Any], float], .
     ("ms-swift, Qwen2.5-14B, 8K, ZeRO-2", "qwen2.5-32b", QWEN25_14B, "a800", 8, {"seq_len": 8 * K, **_ZERO2}, 10.32),
     ("ms-swift, Qwen2.5-14B, 8K, ZeRO-3", "qwen2.5-32b", QWEN25_14B, "a800", 8, {"seq_len": 8 * K, **_TWO}, 10.56),
 )
+SYSTEMS = {"prime-rl": PRIME_RL, "NeMo": AUTOMODEL}  # ms-swift is eager
 KERNELS = {"prime-rl, Qwen3-0.6B, 8K": "flash3", "prime-rl, Qwen3-0.6B, 16K": "flash3"}
 NOTES = (
     "prime-rl: a step has two micro-batches of one sequence on each GPU, as its MFU says. NeMo: the kernel is not "
@@ -54,7 +56,8 @@ def source() -> Source:
     rows = []
     for name, preset, like, node, gpus, options, seconds in STEPS:
         kernel = KERNELS.get(name, "cudnn" if name.startswith("NeMo") else "flash2")
-        job = step_job(preset, gpus, like=like, attention_kernel=kernel, **options)
+        system = next((stack for start, stack in SYSTEMS.items() if name.startswith(start)), None)
+        job = step_job(preset, gpus, like=like, attention_kernel=kernel, system=system, **options)
         hardware = load_hardware(node)
         rows.append(Row(f"{name}, {gpus} x {hardware.name}", "s", seconds, step_seconds(job, hardware).total))
     return Source("Suites of 2025 and 2026", REFERENCE, tuple(rows), NOTES)

@@ -10,6 +10,7 @@ from usp.predict.seconds import sent_seconds, step_seconds
 from usp.predict.traffic import step_traffic
 
 from .row import K, Row, Source, step_job
+from .stacks import TORCHTITAN
 
 LLAMA2_13B = {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40}
 LLAMA2_13B |= {"num_attention_heads": 40, "num_key_value_heads": 40}
@@ -65,7 +66,8 @@ def _seconds(hardware: Hardware, model: str, devices: int, recomputed: str, **op
     """Return the time of a step in which what `recomputed` names runs again in the backward."""
 
     def step(ac: str) -> tuple[float, float]:
-        job = step_job(model, devices, ac=ac, zero=3, attention_kernel="flash2", **options)
+        system = TORCHTITAN if options.get("compile") else None
+        job = step_job(model, devices, ac=ac, zero=3, attention_kernel="flash2", system=system, **options)
         found = step_seconds(job, hardware)
         gathers = (sent for sent in step_traffic(job, 0) if sent.axis == "tp" and "gather" in sent.collective)
         saved = sum(sent_seconds(job, hardware, sent, 0) for sent in gathers) / 2 if job.config.fp8 != "none" else 0.0

@@ -28,7 +28,8 @@ from .question import Devices, Tried, silent, within
 MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
 MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
 FAMILIES = 6  # in a report
-CLOSE = PUBLISHED_ERRORS["dense models"]  # steps that differ by less are equal; layouts share what experts add to it
+# Steps that differ by less than the errors of both kinds are equal; layouts share what experts and float8 add to it.
+CLOSE = PUBLISHED_ERRORS["dense models"] + PUBLISHED_ERRORS["tensor parallelism"]
 DEGREES = ("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep")  # outermost first
 D = TypeVar("D")
 
