@@ -52,24 +52,16 @@ class Data:
 
 @dataclass(frozen=True)
 class Stack:
-    """What a training system fuses and hides.
+    """What a training system fuses and hides. A fused kernel reads every input and writes every output once; what is not
+    fused are transformers' operators."""
 
-    Attributes:
-        fused: norms with their residuals and activations are one kernel each, which reads every input and writes every
-            output once; otherwise they are transformers' operators.
-        fused_rotary, fused_experts, fused_loss: likewise rotations, experts' activations and permutations, and the loss.
-        sums_gradients: products add gradients of weights to their float32 sums.
-        exposed_tensor, exposed_experts: what no compute hides of the messages of tp and of ep, as this toolkit sends
-            them.
-    """
-
-    fused: bool = False
+    fused: bool = False  # norms with their residuals, and activations
     fused_rotary: bool = False
-    fused_experts: bool = False
+    fused_experts: bool = False  # activations and permutations
     fused_loss: bool = False
-    sums_gradients: bool = False
-    exposed_tensor: float = 1.0
-    exposed_experts: float = 1.0
+    sums_gradients: bool = False  # products add gradients of weights to their float32 sums
+    exposed_tensor: float = 1.0  # seconds of tp's messages that no compute hides, relative to all of this toolkit's
+    exposed_experts: float = 1.0  # likewise of ep
 
 
 EAGER, COMPILED = Stack(), Stack(fused=True, fused_rotary=True)  # of this toolkit: experts stay eager, and the loss is not compiled

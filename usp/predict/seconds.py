@@ -73,7 +73,6 @@ PUBLISHED_ERRORS: Mapping[str, float] = {
     "sequence parallelism": 0.08,
     "dense models": 0.07,
 }
-LONG = 65536  # tokens of a long sequence
 OVERLAPPED_WAITS = 0.5  # part of `wait_fraction` where messages within layers overlap: in traces of runs on two CPUs
 SCALARS = 64  # bytes of a call up to which it sums scalars, rather than parameters or gradients of a layer
 _LAYERS = "the compute of the neighbouring layers"
@@ -507,8 +506,8 @@ def step_seconds(job: Job, hardware: Hardware, prefetches: bool = True, collecti
 
 def published_kind(job: Job) -> str:
     """Return a job's kind in PUBLISHED_ERRORS."""
-    long, sp = job.config.seq_len >= LONG, job.degree("sp") > 1
-    held = job.model.facts.num_experts > 0, job.config.fp8 != "none", long, job.dims.tp > 1, sp, True
+    experts, long = job.model.facts.num_experts > 0, job.config.seq_len >= 65536
+    held = experts, job.config.fp8 != "none", long, job.dims.tp > 1, job.degree("sp") > 1, True
     return next(compress(PUBLISHED_ERRORS, held))
 
 

@@ -42,6 +42,8 @@ def test_parts_add_up_and_both_mfus_are_those_of_their_papers(capsys: pytest.Cap
     mfu = per_token * found["tokens"] / found["seconds"] / (64 * 989.4e12)
     assert found["unmasked_mfu"] == pytest.approx(mfu, rel=1e-3)
     assert found["unmasked_mfu"] > 1.5 * found["mfu"]
+    compiled, part = report(capsys, "--compile"), "memory-bound operators"
+    assert compiled["parts"][part] < 0.6 * found["parts"][part] and compiled["seconds"] < found["seconds"]
 
 
 SHORT: dict[str, Any] = {"seq_len": 64, "batch_size": 8, "micro_batches": 8}  # most is read and written of weights

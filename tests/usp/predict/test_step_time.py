@@ -12,7 +12,7 @@ from usp.config import TrainConfig
 from usp.hf.models import load_model_config
 from usp.parallel import PipelineSchedule, bubble_fraction, load_hardware
 from usp.predict.compute import BACKWARD, FORWARD, Product, flops_per_pair, head_products, layer_products, layer_seconds
-from usp.predict.job import Job
+from usp.predict.job import Job, Stack
 from usp.predict.seconds import (
     PassSeconds,
     StepTime,
@@ -280,6 +280,33 @@ def test_chunks_of_experts_hide_messages_behind_experts() -> None:
     assert [sum(s.calls for s in each) for each in sent] == [32 * number for number in (8, 14, 26)]  # 32 layers
     assert all(least_seconds(each, h100) <= step_seconds(each, h100).total for each in jobs)
     assert job(8, model="mixtral-8x7b", ep=2).ep_chunks == 4 and job(8, model="mixtral-8x7b", ep=8).ep_chunks == 1
+
+
+def test_a_stack_fuses_operators_and_hides_messages() -> None:
+    made = llama(2, tp=2, tp_sequence_parallel=True, seq_len=8192, ac="none")
+    layers = [layer_seconds(llama(1, seq_len=8192, ac="none", compile=c), A800, 0) for c in (False, True)]
+    # Bytes per token and hidden element, in bfloat16: norms and residuals, rotations of q and k, MLP.
+    for passed, eager, fused in (("forward", 84 + 25 + 35, 16 + 5 + 21), ("backward", 2 * 144, 16 + 5 + 35)):
+        moved = [getattr(layer, passed).memory / A800.memory_seconds(8192 * 4096) for layer in layers]
+        assert moved == pytest.approx([eager, fused])
+    of = {name: step_seconds(replace(made, system=Stack(**how)), A800) for name, how in STACKS.items()}
+    assert of["none"] == step_seconds(made, A800)
+    whole, hidden = (of[name].communication["tp"] for name in ("none", "hidden"))
+    assert hidden.exposed == pytest.approx(whole.exposed / 4) and sum(hidden) == pytest.approx(sum(whole))
+    assert of["summed"].compute.memory < of["none"].compute.memory > of["loss"].compute.memory
+    mixture = job(8, model="mixtral-8x7b", seq_len=8192, ep=8)
+    plain, experts = (step_seconds(replace(mixture, system=Stack(**STACKS[name])), A800) for name in ("none", "experts"))
+    assert experts.communication["ep"].exposed == pytest.approx(plain.communication["ep"].exposed / 2)
+    assert experts.compute.memory < plain.compute.memory and experts.compute.matmul == plain.compute.matmul
+
+
+STACKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "hidden": {"exposed_tensor": 0.25},
+    "summed": {"sums_gradients": True},
+    "loss": {"fused_loss": True},
+    "experts": {"fused_experts": True, "exposed_experts": 0.5},
+}
 
 
 def test_narrow_products_are_slower_on_a_processor_and_not_on_a_gpu() -> None:
