@@ -32,8 +32,9 @@ NOTES = (
     "everything that is bound by memory, but not attention: mixtures of steps with and without recomputation.",
     "torchtitan, H100: the node file with what the source says of its cards, 96 GB at 2.4 TB/s and 500 W instead of "
     "700: their peak is between those of H100 SXM and NVL (989 and 835 TFLOP/s), here in the middle.",
-    "torchtitan, on cards of 500 W: eager and compiled steps are both 15 to 21% too fast, so that what compiling gains, "
-    "15.7 and 16.2%, is predicted within 4%: these cards multiply more slowly than is assumed, and no source says how fast.",
+    "torchtitan, on cards of 500 W: eager and compiled steps are both 15 to 21% too fast, so that what compiling "
+    "gains, 15.7 and 16.2%, is predicted within 4%: these cards multiply more slowly than is assumed, and no source "
+    "says how fast.",
     "torchtitan, compiled: float8 has tensor scales, weights are gathered in float8, and linears converted as here, "
     "though in 2024 perhaps the output head, too. Under tensor parallelism its ranks cast tokens before they gather "
     "them (torchao's Float8ColwiseParallel), so that gathers take half. Of torch.compile, the time model has "

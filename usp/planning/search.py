@@ -213,11 +213,17 @@ class Search:
         return options if least_bytes <= self.question.usable.device else []
 
     def _simplest(self, fastest: Candidate) -> Candidate:
-        """Return the simplest configuration that takes at most `CLOSE` longer; of several the fastest."""
+        """Return the simplest configuration that takes at most `CLOSE` longer; of several the fastest of those that do
+        not mix ring and Ulysses inside a host."""
         found, slowest, least = [fastest], (1 + CLOSE) * fastest.seconds, self.predictor.least_seconds
 
         def simplest(option: TrainConfig) -> tuple[int, ...]:
             return simplicity(changed(option, zero=1))
+
+        def order(each: Candidate) -> tuple[tuple[int, ...], bool, float]:
+            ring, ulysses = each.config.sp_ring, each.config.sp_ulysses
+            mixed = 1 < ring < ring * ulysses <= self.question.ranks_per_host
+            return simplicity(each.config), mixed, each.seconds
 
         def limit(_: TrainConfig) -> tuple[float, ...]:
             return *simplicity(found[0].config), math.inf
@@ -226,7 +232,7 @@ class Search:
             near = (each for each in self._options(layout) if least(each) <= slowest)
             for option in within(near, simplest, limit):
                 timed = (each for each in map(self.candidate, self._fitting(option)) if each.seconds <= slowest)
-                found[0] = min([found[0], *timed], key=lambda each: (simplicity(each.config), each.seconds))
+                found[0] = min([found[0], *timed], key=order)
         return found[0]
 
     def _fits(self, config: TrainConfig) -> bool:

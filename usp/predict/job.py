@@ -52,8 +52,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Stack:
-    """What a training system fuses and hides. A fused kernel reads every input and writes every output once; what is not
-    fused are transformers' operators."""
+    """What a training system fuses and hides. A fused kernel reads every input and writes every output once; all else
+    is done by transformers' operators."""
 
     fused: bool = False  # norms with their residuals, and activations
     fused_rotary: bool = False
@@ -64,7 +64,7 @@ class Stack:
     exposed_experts: float = 1.0  # likewise of ep
 
 
-EAGER, COMPILED = Stack(), Stack(fused=True, fused_rotary=True)  # of this toolkit: experts stay eager, and the loss is not compiled
+EAGER, COMPILED = Stack(), Stack(fused=True, fused_rotary=True)  # of this toolkit: experts and the loss stay eager
 
 
 class Action(NamedTuple):

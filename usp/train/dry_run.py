@@ -93,8 +93,8 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
     Of a curriculum, it is a step of the stage with most tokens on a rank. Sequences have the documents of `data`,
     routers choose experts evenly, and gradients are clipped. `--device auto` is a GPU's step: attention kernel,
     optimizer implementation and offload are those of CUDA; the other code is the same on both. Workspaces of operators,
-    memory held by streams and allocator overhead are not seen. Layers are run eagerly: with `--compile --ac none` as
-    with `--ac selective`, which saves as much of dense layers; other compiled layers save at most what is counted.
+    memory held by streams and allocator overhead are not seen. Compiled layers run eagerly: dense ones without
+    recomputation as with `--ac selective`, which saves as much; the others save no less than compiled ones.
 
     Raise ConfigurationError for configurations that train.py refuses without looking at data or machine, for DeepSpeed,
     and for a rank outside of the world; RuntimeError in a process that has a default process group.
@@ -175,8 +175,8 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
     config = replace(config, device=device.type, dtype=str(dtype).removeprefix("torch."), dp_shard=dims.dp_shard)
-    eager = config.ac != "none" or config.fp8 != "none" or config.mlp_tile or facts.num_experts or facts.formula_violation
-    return config, model_config, kernel, "selective" if config.compile and not eager else config.ac
+    lean = config.compile and (config.ac, config.fp8, config.mlp_tile, facts.num_experts) == ("none", "none", 0, 0)
+    return config, model_config, kernel, "selective" if lean and not facts.formula_violation else config.ac
 
 
 def follow_step(stages: Sequence[CausalLMStage], engine: Fsdp2Engine | None, meter: StepMeter) -> None:
@@ -259,8 +259,7 @@ def render_dry_run(run: DryRun) -> Group:
     return Group(
         f"rank {run.rank} of {run.world_size} ({parallel_dims(config)}): {config.model}, "
         f"{config.batch_size} x {config.seq_len} tokens, {config.dtype} on {config.device}, ZeRO-{config.zero}, "
-        f"activation checkpointing {config.ac}",
-        *([f"--compile: layers are run eagerly with --ac {run.counted_as}, which saves no less"] if config.compile else []),
+        f"activation checkpointing {config.ac}{f', compiled layers counted as {run.counted_as}' * config.compile}",
         run.kernel,
         Grid("Peak memory of the rank", ("category", "GiB"), memory).table(),
         Grid("Sent by the rank", ("axes", "ranks", "collective", "calls", "bytes"), tuple(sent)).table(),

@@ -19,7 +19,7 @@ from examples.models import tiny_config
 from usp.__main__ import main
 from usp.config import AC_MODES, TrainConfig
 from usp.fields import config_from_mapping
-from usp.hf.models import empty_model, load_model_config, model_facts
+from usp.hf.models import empty_model, load_model_config
 from usp.hf.tensor_parallel import tp_problems
 from usp.model.facts import ModelFacts
 from usp.parallel import load_hardware, node_of
