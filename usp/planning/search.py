@@ -28,8 +28,7 @@ from .question import Devices, Tried, silent, within
 MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
 MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
 FAMILIES = 6  # in a report
-# Steps that differ by less than the errors of both kinds are equal; layouts share what experts and float8 add to it.
-CLOSE = PUBLISHED_ERRORS["dense models"] + PUBLISHED_ERRORS["tensor parallelism"]
+CLOSE = PUBLISHED_ERRORS["dense models"] + PUBLISHED_ERRORS["tensor parallelism"]  # differing by less, steps are equal
 DEGREES = ("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep")  # outermost first
 D = TypeVar("D")
 
@@ -213,8 +212,7 @@ class Search:
         return options if least_bytes <= self.question.usable.device else []
 
     def _simplest(self, fastest: Candidate) -> Candidate:
-        """Return the simplest configuration that takes at most `CLOSE` longer; of several the fastest of those that do
-        not mix ring and Ulysses inside a host."""
+        """Return the simplest, then the fastest, within `CLOSE` that does not mix ring and Ulysses inside a host."""
         found, slowest, least = [fastest], (1 + CLOSE) * fastest.seconds, self.predictor.least_seconds
 
         def simplest(option: TrainConfig) -> tuple[int, ...]:
