@@ -51,7 +51,6 @@ OFFLOADED: list[tuple[int, dict[str, Any]]] = [
         (2, {"seq_len": 4096, "sp_ring": 2, "optim_offload": True, "ac": "selective", "ac_offload": True}),
         *(pytest.param(world_size, flags, marks=pytest.mark.exhaustive) for world_size, flags in OFFLOADED),
         (4, {"seq_len": 16384, "zero": 2, "micro_batches": 2, "batch_size": 2}),
-        (4, {"seq_len": 16384, "compile": True, "sp_ulysses": 2}),
         (4, {"seq_len": 16384, "fp8": "tensor", "ac": "attention-saved"}),
         pytest.param(8, {"model": "llama3-8b", "seq_len": 8192, "fp8": "tensor"}, marks=pytest.mark.exhaustive),
         pytest.param(8, {"model": "llama3-8b", "seq_len": 8192, "fp8": "row"}, marks=pytest.mark.exhaustive),
