@@ -61,7 +61,7 @@ ROPE_SCALINGS = ("none", "yarn", "linear", "ntk")
 # them in a configuration file, and have no flags for them (`usp.commands.flags.parse`).
 UNPREDICTED = frozenset({
     "output", "log_every", "checkpoint_every", "keep_checkpoints", "resume", "hang_timeout", "wandb_project",
-    "export_dtype", "profile", "compile", "engine", "plan", "tune_budget", "hardware", "data", "data_field", "packing",
+    "export_dtype", "profile", "engine", "plan", "tune_budget", "hardware", "data", "data_field", "packing",
     "bad_rows", "train_on", "data_cache", "data_changed", "tokenizer", "bos", "parse_special_tokens", "chat_template",
     "eval_data", "eval_every", "steps", "train_tokens", "seed", "learning_rate", "lr_schedule", "lr_final",
     "lr_decay_steps", "warmup_steps", "weight_decay", "max_grad_norm", "lora_alpha", "lora_merge",
