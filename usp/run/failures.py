@@ -152,11 +152,12 @@ def end(ending: Ending, launch: Launch, error_file: str | None, asked_to_stop: b
         with suppress(dist.DistError):  # torchrun has exited
             return _refuse(ending.message, launch, store, error_file)
     reported = f"said/{launch.attempt}"
+    patience = LAUNCHER_SECONDS if store is not None or launch.agent_store is None else 0.0  # its host is gone
     if ending.consequence:
-        wait_for_key(store, reported, LAUNCHER_SECONDS)
+        wait_for_key(store, reported, patience)
     first = _first_to_end(store, launch)
     if not first and not interrupted:
-        wait_for_key(store, reported, LAUNCHER_SECONDS)
+        wait_for_key(store, reported, patience)
         if store is not None:
             time.sleep(EXIT_SECONDS)  # of two that leave at once, torchrun would name the lower rank as the cause
     if first or (first is None and not interrupted):
@@ -164,7 +165,8 @@ def end(ending: Ending, launch: Launch, error_file: str | None, asked_to_stop: b
         if error_file is not None and not ending.consequence:
             tell_launcher(ending.message, error_file)
         if store is not None:
-            store.set(reported, "")
+            with suppress(dist.DistError):
+                store.set(reported, "")
     return ending.exit_code
 
 

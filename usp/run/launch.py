@@ -70,7 +70,8 @@ class Launch:
     """Place of this process in a launch: `rank` of `world_size`, and `local_rank` of `local_world_size` on its host.
 
     threads: of torch on the CPU. rendezvous: whether the environment says where the ranks meet. agent_store: host and
-    port of torchrun's store. run_id: torchrun's name of the launch. attempt: number of restarts so far.
+    port of torchrun's store. own_store: torchrun shares none, so rank 0 serves one there, which a restart forgets.
+    run_id: torchrun's name of the launch. attempt: number of restarts so far.
     """
 
     rank: int = 0
@@ -80,6 +81,7 @@ class Launch:
     threads: int = 1
     rendezvous: bool = False
     agent_store: tuple[str, int] | None = None
+    own_store: bool = False
     run_id: str = ""
     attempt: int = 0
 
@@ -92,7 +94,7 @@ class Launch:
         """
         launched = "RANK" in environ and "WORLD_SIZE" in environ
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", 1)) if launched else 1
-        agent_store = launched and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") if launched else None
         threads = int(environ.get("OMP_NUM_THREADS", 0) or 0)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         share = max(1, cores // local_world_size)
@@ -103,18 +105,20 @@ class Launch:
             local_world_size=local_world_size,
             threads=share if threads == 0 or (launched and threads == 1) else threads,
             rendezvous=launched,
-            agent_store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])) if agent_store else None,
+            agent_store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])) if shared else None,
+            own_store=shared == "False",
             run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
             attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
 
     def store(self) -> dist.Store | None:
         """Connect to torchrun's store, with a key prefix of this launch; None without one. Raises
-        torch.distributed.DistError if it cannot be reached."""
+        torch.distributed.DistError if it cannot be reached. An `own_store` lasts as long as rank 0 holds one."""
         if self.agent_store is None:
             return None
         host, port = self.agent_store
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+        serves, timeout = self.own_store and self.rank == 0, timedelta(seconds=STORE_SECONDS)
+        store = dist.TCPStore(host, port, is_master=serves, timeout=timeout, multi_tenant=True)
         return dist.PrefixStore(f"train.py/{self.run_id}", store)
 
     def from_first(self, key: str, find: Callable[[], T]) -> T:

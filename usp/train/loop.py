@@ -326,6 +326,7 @@ class TrainingLoop(ABC):
             log_every=config.log_every,
             out=sys.stdout,
             after=self.done,
+            ranks=dist.get_world_size(),
             wandb=open_wandb(config.wandb_project, self.folder, asdict(config)),
             phase=lambda: self.watchdog.phase,
         )
