@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import json
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 LAUNCHER_SECONDS = 10.0
 EXIT_SECONDS = 0.5  # for a process to exit
+REACH_SECONDS = 5.0  # for a host to accept a connection
 REFUSED = 2
 SIGNALLED = 128  # as shells report: 128 + the signal's number
 INTERRUPTED = SIGNALLED + signal.SIGINT
@@ -197,8 +199,10 @@ def tell_launcher(message: str, error_file: str) -> None:
 def reachable_store(launch: Launch) -> dist.Store | None:
     """Return torchrun's store; None if there is none, or it is gone."""
     try:
+        if launch.agent_store is not None:  # torch tries for a minute to reach a port that nobody has
+            socket.create_connection(launch.agent_store, REACH_SECONDS).close()
         return launch.store()
-    except dist.DistError:
+    except (dist.DistError, OSError):
         return None
 
 

@@ -137,8 +137,8 @@ class StepRecord:
 
 class RunLog:
     """Log of a run: writes its records below `folder` and prints them to `out` inside a `with` block. after: step of
-    the checkpoint that the run resumes from; 0 for a new run. ranks: of the run. wandb: see `open_wandb`. phase: returns
-    what the run is doing, which the bar shows."""
+    the checkpoint that the run resumes from; 0 for a new run. ranks: their number. wandb: see `open_wandb`. phase:
+    returns what the run is doing, which the bar shows."""
 
     def __init__(
         self,
@@ -200,10 +200,8 @@ class RunLog:
             repeats = format_ranks(range(record.step, last + 1), ", ")
             again = f"; it repeats steps {repeats}" if repeats else ""
             now = f", on {self._ranks} ranks in place of {ranks}" if ranks != self._ranks else ""
-            took = seconds(time.time() - self._ended)
-            self._console.print(
-                f"resumed: step {record.step} ended {took} after step {last}{now}{again}", soft_wrap=True
-            )
+            ended = f"step {record.step} ended {seconds(time.time() - self._ended)} after step {last}"
+            self._console.print(f"resumed: {ended}{now}{again}", soft_wrap=True)
             self._before = {}
 
 
