@@ -332,7 +332,6 @@ class Command:
                 config = parse(argv, self.config, self.prog, show_help=launch.rank == 0, unset=self.unset)
             except ConfigurationError as error:
                 mistake = error
-            _held = launch.store() if launch.own_store else None  # or rank 0 would serve it only in each call
             unmet, launch = launch, replace(launch, attempt=-1 - launch.attempt)  # for `end`, in no attempt's way
             launch = meet(unmet, getattr(config, "hang_timeout", TrainConfig.hang_timeout))
             if mistake is not None:

@@ -71,7 +71,8 @@ class Launch:
 
     threads: of torch on the CPU. rendezvous: whether the environment says where the ranks meet. agent_store: host and
     port of torchrun's store. own_store: torchrun shares none, so rank 0 serves one there, which a restart forgets.
-    run_id: torchrun's name of the launch. attempt: number of restarts so far.
+    run_id: torchrun's name of the launch. attempt: number of restarts so far. held: as long as rank 0 has a store, it
+    serves one.
     """
 
     rank: int = 0
@@ -84,6 +85,7 @@ class Launch:
     own_store: bool = False
     run_id: str = ""
     attempt: int = 0
+    held: dist.Store | None = None
 
     @staticmethod
     def from_environment(environ: Mapping[str, str]) -> Launch:
@@ -113,7 +115,7 @@ class Launch:
 
     def store(self) -> dist.Store | None:
         """Connect to torchrun's store, with a key prefix of this launch; None without one. Raises
-        torch.distributed.DistError if it cannot be reached. An `own_store` lasts as long as rank 0 holds one."""
+        torch.distributed.DistError if it cannot be reached."""
         if self.agent_store is None:
             return None
         host, port = self.agent_store
@@ -188,7 +190,7 @@ def meet(launch: Launch, seconds: float = 0.0) -> Launch:
                 f"start of rank {launch.rank}: ended or stuck before the flags are read, or the host is down"
             )
         time.sleep(0.02)
-    return replace(launch, attempt=start - 1)
+    return replace(launch, attempt=start - 1, held=store)
 
 
 def _missing(store: dist.Store, launch: Launch, start: int) -> list[int]:

@@ -196,13 +196,11 @@ class RunLog:
         if record.printed or record.step in (1, self._steps) or record.step % self._log_every == 0:
             self._console.print(f"step {record.step}/{self._steps}  {record.line()}", soft_wrap=True)
         if self._before:
-            last, ranks = self._before["step"], self._before.get("ranks", self._ranks)
-            repeats = format_ranks(range(record.step, last + 1), ", ")
-            again = f"; it repeats steps {repeats}" if repeats else ""
-            now = f", on {self._ranks} ranks in place of {ranks}" if ranks != self._ranks else ""
-            ended = f"step {record.step} ended {seconds(time.time() - self._ended)} after step {last}"
-            self._console.print(f"resumed: {ended}{now}{again}", soft_wrap=True)
-            self._before = {}
+            before, self._before = self._before, {}
+            ended = f"step {record.step} ended {seconds(time.time() - self._ended)} after step {before['step']}"
+            ranks = f"on {self._ranks} ranks, before on {before.get('ranks', self._ranks)}"
+            again = format_ranks(range(record.step, before["step"] + 1), ", ")
+            self._console.print(f"resumed: {ended}, {ranks}{again and '; it repeats steps '}{again}", soft_wrap=True)
 
 
 class TensorBoard:

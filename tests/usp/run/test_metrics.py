@@ -99,7 +99,7 @@ def test_a_resumed_run_logs_each_step_once(tmp_path: Path, monkeypatch: pytest.M
             log.record(replace(RECORD, step=step, loss=10.0 * step))
     said, _ = again.getvalue().splitlines()  # and the last step
     assert re.fullmatch(
-        r"resumed: step 3 ended \d+\.\d\d s after step 4, on 2 ranks in place of 1; it repeats steps 3-4", said
+        r"resumed: step 3 ended \d+\.\d\d s after step 4, on 2 ranks, before on 1; it repeats steps 3-4", said
     )
     assert float(said.split()[4]) >= 90
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
