@@ -78,6 +78,7 @@ def test_every_step_is_written(tmp_path: Path) -> None:
         log.record(RECORD)
         log.record(replace(RECORD, step=2, loss=1.25))
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record.pop("ranks") for record in kept] == [1, 1]
     assert [StepRecord(**record) for record in kept] == [RECORD, replace(RECORD, step=2, loss=1.25)]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.value for event in events.Scalars("loss")] == [2.5, 1.25]
