@@ -265,7 +265,7 @@ class TrainingLoop(ABC):
             self._warn(f"{failure}; that of step {self.done} follows")
         begin = time.perf_counter()
         self.checkpointer.save(self.done, self.state(), self.extra(), self.best_first())
-        if self.is_writer and self.done == self._run_config.checkpoint_every:
+        if self.is_writer and self.done == 2 * self._run_config.checkpoint_every:  # the first one sets up more
             print(f"checkpoint: steps wait {seconds(time.perf_counter() - begin)} for its copy", flush=True)
         self._saved = self.done
 
