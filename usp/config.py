@@ -61,7 +61,7 @@ ROPE_SCALINGS = ("none", "yarn", "linear", "ntk")
 # them in a configuration file, and have no flags for them (`usp.commands.flags.parse`).
 UNPREDICTED = frozenset({
     "output", "log_every", "checkpoint_every", "keep_checkpoints", "resume", "hang_timeout", "wandb_project",
-    "export_dtype", "profile", "compile", "engine", "plan", "tune_budget", "hardware", "data", "data_field", "packing",
+    "export_dtype", "profile", "engine", "plan", "tune_budget", "hardware", "data", "data_field", "packing",
     "bad_rows", "train_on", "data_cache", "data_changed", "tokenizer", "bos", "parse_special_tokens", "chat_template",
     "eval_data", "eval_every", "steps", "train_tokens", "seed", "learning_rate", "lr_schedule", "lr_final",
     "lr_decay_steps", "warmup_steps", "weight_decay", "max_grad_norm", "lora_alpha", "lora_merge",
@@ -448,8 +448,8 @@ class _Training:
     optim_offload: bool = False
     """Keep optimizer states, float32 weights and gradients in host memory, and update the weights there."""
     compile: bool = False
-    """Compile each layer with torch.compile; attention is one operator. Experts and recurrent layers stay eager.
-    train.py's default on a GPU, where nothing else that is given is against it."""
+    """Compile layers, and the loss unless --tp, with torch.compile. Attention is one operator; experts and recurrent
+    layers stay eager. train.py's default on a GPU, where nothing else that is given is against it."""
     fp8: Annotated[str, one_of(FP8)] = "none"
     """Multiply in float8 in the layers' linears (requires torchao). tensor: one scale for a tensor, and ZeRO gathers
     float8 weights; row: one for each row; mx: one for each 32 numbers, in experts too. The rest stays in --dtype."""

@@ -198,6 +198,7 @@ def vocab_loss(
     chunk_tokens: int,
     transform: LogitTransform = UNCHANGED,
     group: dist.ProcessGroup | None = None,
+    compile: str = "",
 ) -> Tensor:
     """Compute `causal_lm_loss(transform(hidden @ weight.T), ...)` with logits for only `chunk_tokens` tokens at a time.
 
@@ -218,6 +219,8 @@ def vocab_loss(
             device that would take a synchronization, so they are computed.
         global_tokens: number of targets on all ranks; from `global_token_count`.
         transform: what the model does to the head's logits; applied in fp32 (fp64 for fp64).
+        compile: backend of torch.compile for a chunk, which reads the logits twice and writes their gradient; empty for
+            eager, as is what communicates (with `group`).
 
     Returns:
         This rank's share of the loss, 0-dim, in fp32 (fp64 for fp64).
@@ -228,8 +231,11 @@ def vocab_loss(
     if isinstance(global_tokens, int) and global_tokens < 1:
         raise ValueError(f"global_tokens={global_tokens} must be at least 1: no rank has a target")
     rows, local, labels, outside = head_inputs(hidden_BSH, weight, shift_labels_BS, chunk_tokens, group)
-    chunks, scale = (chunk_tokens, transform, rows), 1 / global_tokens
-    loss: Tensor = _VocabLoss.apply(hidden_BSH.flatten(0, 1), local, labels, chunks, scale, torch.is_grad_enabled())
+    chunk = torch.compile(_chunk, backend=compile) if compile and rows.group is None else _chunk
+    chunks, scale = (chunk_tokens, transform, rows), hidden_BSH.new_ones((), dtype=softmax_dtype(hidden_BSH))
+    scale /= global_tokens  # a tensor, because torch.compile would make another graph for each number
+    given = chunks, chunk, scale, torch.is_grad_enabled()
+    loss: Tensor = _VocabLoss.apply(hidden_BSH.flatten(0, 1), local, labels, *given)
     return loss.masked_fill(outside.any(), float("nan"))
 
 
@@ -238,10 +244,12 @@ Chunks: TypeAlias = tuple[int, LogitTransform, VocabularyRows]
 
 
 class _VocabLoss(torch.autograd.Function):
-    """`apply(hidden_TH, weight_VH, labels_T, chunks, scale, differentiate)` -> sum of losses * scale."""
+    """`apply(hidden_TH, weight_VH, labels_T, chunks, compute, scale, differentiate)` -> sum of losses * scale.
+
+    compute: `_chunk` or its compilation."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, chunks: Chunks, scale, differentiate: bool):
+    def forward(ctx, hidden, weight, labels, chunks: Chunks, compute: Any, scale, differentiate: bool):
         chunk_tokens, transform, rows = chunks
         total = torch.zeros((), dtype=softmax_dtype(hidden), device=hidden.device)
         gradients = HeadGradients(hidden, weight, *(differentiate and wanted for wanted in ctx.needs_input_grad[:2]))
@@ -249,10 +257,10 @@ class _VocabLoss(torch.autograd.Function):
             chunk = slice(start, start + chunk_tokens)
             if labels.device.type == "cpu" and bool((labels[chunk] == IGNORED_LABEL).all()):
                 continue  # on a GPU it would take a synchronization to know
-            losses, grad_logits = _chunk(hidden[chunk], weight, labels[chunk], transform, rows, gradients.wanted)
+            given = hidden[chunk], weight, labels[chunk], scale if gradients.wanted else None
+            losses, grad_logits = compute(*given, transform, rows)
             total += losses.sum()
             if grad_logits is not None:
-                grad_logits = grad_logits.mul_(scale).to(hidden.dtype)
                 gradients.add(chunk, grad_logits)
             del grad_logits  # before the next chunk's logits
         ctx.save_for_backward(*gradients.reduce(rows))
@@ -268,20 +276,21 @@ class _VocabLoss(torch.autograd.Function):
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = torch.mul(grad_weight, grad, out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _chunk(
     hidden_CH: Tensor,
     weight_VH: Tensor,
     labels_C: Tensor,
+    scale: Tensor | None,
     transform: LogitTransform,
     rows: VocabularyRows,
-    differentiate: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return each token's loss (0 where ignored), and if `differentiate` its gradient by the head's logits (C, V)."""
+    """Return each token's loss (0 where ignored), and if there is a `scale` the gradient of its product with the loss,
+    by the head's logits (C, V), in their dtype."""
     logits = logits_of(hidden_CH, weight_VH)
-    slope = transform.apply_(logits, differentiate)
+    slope = transform.apply_(logits, scale is not None)
     subtract_max(logits, rows)
     index, owned = rows.owned(labels_C, weight_VH.shape[0])
     target = logits.gather(1, index).squeeze(1).where(owned, 0)
@@ -291,11 +300,14 @@ def _chunk(
     normalizer, target = sums
     wanted = labels_C != IGNORED_LABEL
     losses = (normalizer.log() - target).where(wanted, 0)
-    if not differentiate:
+    if scale is None:
         return losses, None
-    exp.mul_((wanted / normalizer).unsqueeze(1))
-    exp.scatter_add_(1, index, -(owned & wanted).to(exp.dtype).unsqueeze(1))
-    return losses, transform.chain_(exp, slope)
+    factor = (wanted * scale / normalizer).unsqueeze(1)
+    at_label = exp.gather(1, index) * factor - (owned & wanted).unsqueeze(1) * scale
+    at_label *= slope if isinstance(slope, float) else slope.gather(1, index)
+    # Only here is the gradient rounded, so that one kernel reads logits and writes it.
+    grad_logits = transform.chain_(exp.mul_(factor), slope).to(hidden_CH.dtype)
+    return losses, grad_logits.scatter_(1, index, at_label.to(grad_logits.dtype))
 
 
 def vocab_logprobs(
@@ -412,6 +424,7 @@ class LastHidden:
     chunk_tokens: number of tokens whose logits exist at a time.
     group: the tp axis; None without tensor parallelism.
     bias: of the output head, sharded like `weight`; None without.
+    compile: backend of torch.compile for the loss; empty for eager.
     """
 
     hidden_BSH: Tensor
@@ -420,10 +433,12 @@ class LastHidden:
     group: dist.ProcessGroup | None
     transform: LogitTransform = UNCHANGED
     bias: Tensor | None = None
+    compile: str = ""
 
     def loss(self, shift_labels: Tensor, global_tokens: Tensor | int) -> Tensor:
         """Return `vocab_loss` of these hidden states."""
-        return vocab_loss(*self._factors, shift_labels, global_tokens=global_tokens, **self._options)
+        options = {"compile": self.compile, **self._options}
+        return vocab_loss(*self._factors, shift_labels, global_tokens=global_tokens, **options)
 
     def logprobs(self, shift_labels: Tensor, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return `vocab_logprobs` of these hidden states."""

@@ -133,6 +133,9 @@ def step() -> Iterator[tuple[str, Expected]]:
     yield "peak memory of a step, of the dry run's", Expected(1.0, "", "the dry run", 0.95, 1.1, exact=True)
     yield "first step with torch.compile", Expected(40, "s", ESTIMATE, 0.1, 2)
     yield "step with torch.compile, of eager", Expected(0.84, "", "elementwise kernels are fused", 0.85, 1.1)
+    layers = "about 60 a layer in three passes, 20 of them fused; the head's chunks, FSDP2 and the optimizer"
+    yield "kernels launched in a compiled step", Expected(420, "", layers, 0.5, 2)
+    yield "peak memory of a compiled step, of the formula's", Expected(1.0, "", "usp.predict.memory", 0.95, 1.1)
     yield "MFU with torch.compile", Expected(44, "%", "the two above", 0.85, 1.2)
     theirs = "transformers with FSDP2"
     yield f"{theirs}, a step", Expected(460, "ms", "the toolkit's, and logits of all tokens in float32", 0.75, 1.4)

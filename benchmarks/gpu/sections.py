@@ -55,7 +55,7 @@ SECTIONS = (
     Section("train.py", "benchmarks.gpu.training:program", 30, "three steps of train.py against the CPU"),
     Section("attention", "benchmarks.gpu.attention:rates", 70, "rates of attention kernels from 2K to 128K tokens"),
     Section("decoding", "benchmarks.gpu.decoding:rates", 40, "decoding against the memory's bandwidth"),
-    Section("compiled", "benchmarks.gpu.step:compiled", 50, "torch.compile: its first step, and the later ones"),
+    Section("compiled", "benchmarks.gpu.step:compiled", 90, "torch.compile: first and later steps, kernels, memory"),
     Section("peer", "benchmarks.gpu.step:peer", 20, "the same model by transformers with FSDP2"),
     Section("longest", "benchmarks.gpu.step:offloaded", 35, "a layer's step of 512K tokens with offload"),
 )

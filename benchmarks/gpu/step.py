@@ -14,11 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 from tests.harness.memory import track_memory
+from usp.hf.models import load_model_config
 from usp.model.facts import training_flops
 from usp.parallel import peak_flops
 from usp.predict.job import ONE_DOCUMENT, Data
+from usp.predict.memory import footprint
 from usp.train.dry_run import dry_run
-from usp.train.resolve import resolve
+from usp.train.resolve import job_of, resolve
 
 from .model import configured, engine_step, llama_8b
 from .setup import Setup, freed, on_device, one_rank
@@ -94,7 +96,8 @@ def offloaded(setup: Setup) -> Iterator[tuple[str, float] | str]:
 
 @on_device
 def compiled(setup: Setup) -> Iterator[tuple[str, float] | str]:
-    """Time steps with and without torch.compile."""
+    """Time steps with and without torch.compile, count kernels, and compare the peak without recomputation with the
+    formula's."""
     data = documents(setup, PACKED)
     config = configured(setup, llama_8b(setup, LAYERS), setup.tokens("16K"))
     times: list[float] = []
@@ -104,11 +107,21 @@ def compiled(setup: Setup) -> Iterator[tuple[str, float] | str]:
             first = setup.seconds(step)
             if compile_:
                 yield "first step with torch.compile", first
+                yield "kernels launched in a compiled step", float(launches(step, setup))
             times.append(setup.milliseconds(step, budget=2))
         del step
         freed(setup)
     yield "step with torch.compile, of eager", times[1] / times[0]
     yield "MFU with torch.compile", mfu(setup, config.seq_len, data, times[1])
+    config = replace(config, compile=True, ac="none")
+    predicted = footprint(job_of(config, load_model_config(config.model, weights=False), 1, data=data), 0).peak.total
+    with engine_step(config, data, backend=backend) as step:
+        step()
+        freed(setup)
+        step()
+        if setup.cuda:
+            measured = torch.cuda.max_memory_allocated(setup.device)
+            yield "peak memory of a compiled step, of the formula's", measured / predicted
 
 
 @on_device

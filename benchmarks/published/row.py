@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from usp.config import TrainConfig
 from usp.hf.models import ModelConfig, load_model_config
-from usp.predict.job import Job
+from usp.predict.job import Job, Stack
 from usp.train.resolve import job_of
 
 K, M = 1024, 1024**2
@@ -58,13 +58,16 @@ def mean_error(rows: Sequence[Row]) -> float:
     return statistics.mean(abs(row.error) for row in rows)
 
 
-def step_job(model: str, devices: int, *, like: Mapping[str, Any] | None = None, **options: Any) -> Job:
+def step_job(
+    model: str, devices: int, *, like: Mapping[str, Any] | None = None, system: Stack | None = None, **options: Any
+) -> Job:
     """Return a step in bfloat16.
 
     like: values of transformers' configuration that differ from those of the preset `model`.
+    system: what ran it; None for transformers' eager operators, or this toolkit's compiled layers.
     """
     config = TrainConfig(model=model, dtype="bfloat16", **options)
-    return job_of(config, _changed(load_model_config(model), like or {}), devices)
+    return replace(job_of(config, _changed(load_model_config(model), like or {}), devices), system=system)
 
 
 def _changed(config: ModelConfig, like: Mapping[str, Any]) -> ModelConfig:

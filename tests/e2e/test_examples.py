@@ -136,7 +136,7 @@ def test_the_slurm_script_passes_cores_on_and_requeues_what_is_not_finished(
         (tmp_path / name).chmod(0o755)
     slurm = {"JOB_NAME": "job", "JOB_ID": "7", "JOB_NODELIST": "host", "JOB_NUM_NODES": "2", "CPUS_PER_TASK": "48"}
     environment = {f"SLURM_{name}": value for name, value in slurm.items()}
-    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RESULT": result}
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RESULT": result, "MIN_HOSTS": "1" if result else ""}
     script = str(ROOT / "examples" / "slurm.sbatch")
     ended = subprocess.run(["bash", script, "--model", "m"], cwd=tmp_path, env=environment, timeout=60, check=False)
     assert ended.returncode == 1 and (tmp_path / "requeued.txt").exists() == requeued
@@ -145,3 +145,5 @@ def test_the_slurm_script_passes_cores_on_and_requeues_what_is_not_finished(
         "torchrun"
     )
     assert words[-6:] == ["--output", "runs/job-7", "--resume", "auto", "--model", "m"]
+    meeting = "--nnodes 1:2 --rdzv-endpoint runs/job-7.hosts" if result else "--nnodes 2 --rdzv-endpoint host:29500"
+    assert meeting in " ".join(words) and ("--no-kill" in words) == bool(result)

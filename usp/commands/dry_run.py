@@ -17,6 +17,8 @@ from .flags import as_kind, check_world_size, parse
 class DryRunConfig(TrainConfig):
     """Run one training step of one rank without devices, and report its memory, communication and FLOPs.
 
+    Compiled dense layers are counted as with --ac selective, which saves as much, others as eager ones.
+
     For example: python -m usp dry-run runs/last/config.yaml --world-size 1024 --dp-shard -1 --sp-ring 16
     """
 

@@ -48,7 +48,7 @@ class PlanConfig(flags.JobFlags, flags.DataFlags, TrainConfig):
 def main(argv: Sequence[str], environ: MutableMapping[str, str], prog: str) -> None:
     """Print the plan that `argv` asks for, and write it to --out; raise ConfigurationError if nothing fits."""
     gc.disable()  # imports and a search make no cycles worth looking for
-    without = {*UNPREDICTED, *CHOSEN, "curriculum"} - {"compile", "train_tokens"}
+    without = {*UNPREDICTED, *CHOSEN, "curriculum"} - {"train_tokens"}
     asked = flags.parse(argv, PlanConfig, prog, leading_config=True, without=without)
 
     from usp.planning.choice import choose, compare_choices, render_plan, tell

@@ -38,7 +38,7 @@ class CausalLMStage(nn.Module):
     loss_chunk: number of tokens whose logits exist at a time.
     balance: collects the routers' statistics if their auxiliary loss is part of the loss.
     router_bias: counts the experts' loads if the bias of routers follows them.
-    transform: from `logit_transform`, for models with one.
+    transform: from `logit_transform`, for models with one. compile: backend for the loss; empty for eager.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class CausalLMStage(nn.Module):
         balance: RouterBalance | None = None,
         router_bias: RouterBias | None = None,
         transform: LogitTransform = UNCHANGED,
+        compile: str = "",
     ) -> None:
         super().__init__()
-        self.transform = transform
+        self.transform, self.backend = transform, compile
         self.model, self.first, self.last, self.loss_chunk, self.balance = model, first, last, loss_chunk, balance
         self.router_bias = router_bias
         self.tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
@@ -95,8 +96,7 @@ class CausalLMStage(nn.Module):
             self.balance.open(chosen, real)
         if self.router_bias is not None:
             self.router_bias.open(real)
-        named = ("cu_seqlens", cu_seqlens), ("prefix_tree", prefix_tree)
-        documents = {name: value for name, value in named if value is not None}
+        documents = {name: x for name, x in (("cu_seqlens", cu_seqlens), ("prefix_tree", prefix_tree)) if x is not None}
         of_tokens: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": None, **documents}
         if routed_experts is not None:
             of_tokens["routed_experts"] = routed_experts
@@ -111,7 +111,8 @@ class CausalLMStage(nn.Module):
         if not self.last or head is None:
             return hidden if chosen is None else (hidden, chosen)
         linear = cast(nn.Linear, getattr(self.model, model_parts(self.model).head))
-        last = LastHidden(hidden, linear.weight, self.loss_chunk, self.tp_group, self.transform, linear.bias)
+        options = self.loss_chunk, self.tp_group, self.transform, linear.bias, self.backend
+        last = LastHidden(hidden, linear.weight, *options)
         wanted = head(last, inputs | documents)
         if self.balance is None or chosen is None or not self.training:
             return wanted
@@ -144,8 +145,7 @@ def logit_transform(model: PreTrainedModel) -> LogitTransform:
             del base.forward
     scale, farthest = (logits[0] / _SLOPE).item(), logits[1].item()
     transform = LogitTransform(scale, farthest if abs(farthest) < abs(scale) * _FAR / 2 else 0.0)
-    expected = known.clone()
-    transform.apply_(expected)
+    transform.apply_(expected := known.clone())
     if not torch.allclose(logits, expected, rtol=1e-6, atol=1e-9):
         raise ValueError(
             f"{kind} computes its logits from its output head by more than a scale and a softcap, which the loss does "

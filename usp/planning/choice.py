@@ -20,7 +20,7 @@ from usp.parallel import Hardware, ParallelDims
 from usp.predict.devices import Memory, hardware_here
 from usp.predict.job import ONE_DOCUMENT, Data, Job, shared
 from usp.predict.memory import host_bytes, peak_moment
-from usp.predict.seconds import least_seconds, published_error, step_seconds
+from usp.predict.seconds import least_seconds, step_seconds
 from usp.run.failures import ConfigurationError, listed
 from usp.run.launch import Launch, choose_device
 from usp.run.metrics import seconds, size
@@ -236,12 +236,10 @@ def render_plan(choice: Choice, terms: Terms) -> Group:
         )
     numbered = [(str(number), each) for number, each in enumerate(choice.shown, start=1)]
     lines += [f"{number} compared with 1: {compared(candidate, first)}" for number, candidate in numbered[1:]]
-    kind, error = published_error(choice.job)
     kernels = ", ".join(sorted({kernel for candidate in choice.shown for kernel in candidate.time.kernels}))
     title = (
         f"The simplest plan within {CLOSE:.0%} of the fastest (no offload, fewest axes, least recomputation), then the "
-        f"fastest of each set of axes; attention by {kernels}; published steps of {kind} are predicted within "
-        f"{error:.0%} on average"
+        f"fastest of each set of axes; attention by {kernels}; +- is the mean error of published steps of that kind"
     )
     columns = ("", *FIGURES, "GiB", "GiB of a host", "plan")
     grid = Grid(title, columns, tuple(_row(choice, *each) for each in numbered))

@@ -14,7 +14,6 @@ from usp.hf.models import ModelConfig, model_facts
 from usp.model.facts import ModelShape
 from usp.predict.job import ONE_DOCUMENT, Data, Job
 from usp.predict.memory import largest_footprint
-from usp.predict.seconds import exposure
 from usp.predict.traffic import Sent, block_traffic, step_traffic
 from usp.run.metrics import size
 from usp.run.tables import AND, GIB, Grid
@@ -110,13 +109,9 @@ def judge(compared: Iterable[Compared]) -> list[Compared]:
 
 
 def comparison_tables(compared: Sequence[Compared], problems: Mapping[str, str] | None = None) -> list[Grid]:
-    """Return tables of traffic on the wire, memory, overlap, and infeasible methods."""
-    axes = sorted({sent.axis for each in compared for sent in each.sent if sent.nbytes > 1024})
-    overlap = Grid(
-        "Overlap of communication", ("axis", "communication"), tuple((axis, exposure(axis)) for axis in axes)
-    )
+    """Return tables of traffic on the wire, memory, and infeasible methods."""
     infeasible = Grid("Not feasible", ("method", "reason"), tuple((problems or {}).items()))
-    tables = [_communication(compared), _memory(compared), overlap] if compared else []
+    tables = [_communication(compared), _memory(compared)] if compared else []
     return [table for table in (*tables, infeasible) if table.rows]
 
 

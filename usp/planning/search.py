@@ -28,7 +28,7 @@ from .question import Devices, Tried, silent, within
 MLP_TILE = 8192  # tokens; MLPs of fewer are not tiled
 MOST_MICRO_BATCHES = 8  # per pipeline rank: more hardly shrink the bubble
 FAMILIES = 6  # in a report
-CLOSE = PUBLISHED_ERRORS["dense models"]  # steps that differ by less are equal; layouts share what experts add to it
+CLOSE = PUBLISHED_ERRORS["dense models"] + PUBLISHED_ERRORS["tensor parallelism"]  # differing by less, steps are equal
 DEGREES = ("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp", "ep")  # outermost first
 D = TypeVar("D")
 
@@ -212,11 +212,16 @@ class Search:
         return options if least_bytes <= self.question.usable.device else []
 
     def _simplest(self, fastest: Candidate) -> Candidate:
-        """Return the simplest configuration that takes at most `CLOSE` longer; of several the fastest."""
+        """Return the simplest, then the fastest, within `CLOSE` that does not mix ring and Ulysses inside a host."""
         found, slowest, least = [fastest], (1 + CLOSE) * fastest.seconds, self.predictor.least_seconds
 
         def simplest(option: TrainConfig) -> tuple[int, ...]:
             return simplicity(changed(option, zero=1))
+
+        def order(each: Candidate) -> tuple[tuple[int, ...], bool, float]:
+            ring, ulysses = each.config.sp_ring, each.config.sp_ulysses
+            mixed = 1 < ring < ring * ulysses <= self.question.ranks_per_host
+            return simplicity(each.config), mixed, each.seconds
 
         def limit(_: TrainConfig) -> tuple[float, ...]:
             return *simplicity(found[0].config), math.inf
@@ -225,7 +230,7 @@ class Search:
             near = (each for each in self._options(layout) if least(each) <= slowest)
             for option in within(near, simplest, limit):
                 timed = (each for each in map(self.candidate, self._fitting(option)) if each.seconds <= slowest)
-                found[0] = min([found[0], *timed], key=lambda each: (simplicity(each.config), each.seconds))
+                found[0] = min([found[0], *timed], key=order)
         return found[0]
 
     def _fits(self, config: TrainConfig) -> bool:

@@ -19,7 +19,7 @@ from usp.predict.compute import model_flops, sharing
 from usp.predict.devices import Memory, usable
 from usp.predict.job import Data, Job
 from usp.predict.memory import Footprint, Moment, host_bytes, largest_footprint
-from usp.predict.seconds import StepTime, counted_seconds, published_error, step_seconds
+from usp.predict.seconds import PUBLISHED_ERRORS, StepTime, counted_seconds, published_kind, step_seconds
 from usp.predict.traffic import Sent
 from usp.run.failures import ConfigurationError
 from usp.run.metrics import seconds
@@ -107,8 +107,9 @@ class StepReport:
 
 
 def figures(report: StepReport) -> tuple[str, str, str]:
-    """Return the step, tokens/s of a device and MFU as cells of a table of steps."""
-    return seconds(report.time.total), f"{report.tokens_per_second:,.0f}", f"{report.time.mfu:.2f}"
+    """Return the step with its error, tokens/s of a device and MFU as cells of a table of steps."""
+    step = f"{seconds(report.time.total)} +-{PUBLISHED_ERRORS[published_kind(report.job)]:.0%}"
+    return step, f"{report.tokens_per_second:,.0f}", f"{report.time.mfu:.2f}"
 
 
 def step_report(
@@ -175,7 +176,8 @@ def _times(report: StepReport) -> Grid:
     total, names = report.time.total, {"attention": f"attention by {', '.join(report.time.kernels)}"}
     slowest = sorted(report.time.parts.items(), key=lambda item: -item[1])
     rows = [(names.get(part, part), seconds(took), f"{took / total:.1%}") for part, took in slowest if took]
-    rows.append(("step", seconds(total), f"+-{published_error(report.job)[1]:.0%}"))
+    kind = published_kind(report.job)
+    rows.append((f"step, as published ones of {kind}", seconds(total), f"+-{PUBLISHED_ERRORS[kind]:.0%}"))
     rows.append(("tokens/s per device", f"{report.tokens_per_second:,.0f}", ""))
     rows.append(("MFU, visible half of a causal mask", f"{report.time.mfu:.1%}", ""))
     rows.append(("MFU, all of attention", f"{report.unmasked_mfu:.1%}", ""))

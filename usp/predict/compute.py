@@ -92,6 +92,10 @@ NORM_PASSES = 5  # of an RMSNorm in fp32: square (2), mean (1) and product (2), 
 RESIDUAL_PASSES = 3  # two addends and a sum
 ROTARY_PASSES = 10  # over q and k: products with cos and sin (4), a negated half (1), halves joined (2), a sum (3)
 MLP_PASSES = 5  # over an MLP's hidden layer: the activation, and its product with the other half
+# One kernel's in (forward, backward): a norm and its residual, each with its gradient; q and k, which a norm's backward
+# reads again; gate, up and their result, and the gradients of all three; rows of experts, sorted and summed back.
+FUSED_NORM, FUSED_ROTARY, FUSED_NORMED_ROTARY, FUSED_MLP, FUSED_SORTS = (4, 4), (2, 2), (2, 3), (3, 5), (3, 3)
+FUSED_LOGITS = 2  # read, and their gradient written
 # In fp32, per logit: maximum (1), difference and exponential (4), sum (1), gradient (4).
 LOGIT_PASSES = 10
 LOGPROB_PASSES = 6, 7  # of forward and backward: the same up to the sum; difference, exponential, gradient
@@ -299,7 +303,8 @@ def layer_seconds(job: Job, hardware: Hardware, index: int) -> LayerSeconds:
     """Return the time of a decoder layer's passes."""
     layer = job.model.layers[index]
     forward, again = layer_products(job, layer)
-    memory = hardware.memory_seconds(sum(_layer_bytes(job, layer, job.model.facts.windows[index])))
+    moved = _layer_bytes(job, layer, job.model.facts.windows[index])
+    memory, memory_back = (hardware.memory_seconds(sum(each)) for each in zip(*moved, strict=True))
     matmul, repeated = _matmul_seconds(job, hardware, forward), _matmul_seconds(job, hardware, again)
     # What a layer's two gathers and two sums over tp copy besides what they send. Tokens are the second dim: a
     # reduce-scatter's input and an all-gather's output are copied into another order, the latter unless there is a
@@ -307,7 +312,7 @@ def layer_seconds(job: Job, hardware: Hardware, index: int) -> LayerSeconds:
     copies = 0 if job.dims.tp == 1 else 4 if job.config.tp_sequence_parallel and job.rows > 1 else 2
     shared = hardware.memory_seconds(2.0 * copies * job.tokens * job.model.hidden_size * job.dtype.itemsize)
     recomputes, (casting, casting_back) = job.config.ac != "none", map(hardware.memory_seconds, cast_bytes(job, layer))
-    memory_back, memory = 2 * memory + casting_back, memory + casting
+    memory_back, memory = memory_back + casting_back, memory + casting
     of_float8 = [product.dtype != "" for product in forward]
     # Frozen weights have no gradients, but torchao computes those of its linears.
     frozen = _matmul_seconds(job, hardware, list(compress(forward, of_float8))) if job.frozen else matmul
@@ -332,21 +337,27 @@ def _matmul_seconds(job: Job, hardware: Hardware, products: list[Product]) -> fl
     return sum(product.seconds(hardware, dtype_name(job.dtype)) for product in products)
 
 
-def _layer_bytes(job: Job, layer: LayerShape, window: int) -> Iterator[float]:
-    """Yield the bytes that a forward reads and writes outside of matrix products and attention."""
-    facts, itemsize = job.model.facts, job.dtype.itemsize
+def _layer_bytes(job: Job, layer: LayerShape, window: int) -> Iterator[tuple[float, float]]:
+    """Yield the bytes that a (forward, backward) reads and writes outside of matrix products and attention."""
+    facts, itemsize, stack = job.model.facts, job.dtype.itemsize, job.stack
     norm = NORM_PASSES * FLOAT32 + 2 * itemsize + _casts(itemsize)
-    yield 2 * (norm + RESIDUAL_PASSES * itemsize) * job.outer_tokens * job.model.hidden_size
     head_dim = (facts.head_dim + facts.value_dim) / 2 if window != NO_ATTENTION else 0.0
+
+    def both(elements: float, eager: float, fused: tuple[int, int], fuses: bool = stack.fused) -> tuple[float, float]:
+        forward, backward = (itemsize * passes for passes in fused) if fuses else (eager, 2 * eager)
+        return forward * elements, backward * elements
+
+    yield both(2 * job.outer_tokens * job.model.hidden_size, norm + RESIDUAL_PASSES * itemsize, FUSED_NORM)
     of_heads = ROTARY_PASSES * itemsize + (norm if layer.norms_heads else 0)
-    yield of_heads * job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp
+    heads = job.tokens * (facts.num_heads + facts.num_kv_heads) * head_dim / job.dims.tp
+    yield both(heads, of_heads, FUSED_NORMED_ROTARY if layer.norms_heads else FUSED_ROTARY, stack.fused_rotary)
     if layer.experts:
-        rows = job.expert_rows(job.outer_tokens)
-        yield MLP_PASSES * rows * job.model.expert_size * itemsize
+        rows, fuses = job.expert_rows(job.outer_tokens), stack.fused_experts
+        yield both(rows * job.model.expert_size, MLP_PASSES * itemsize, FUSED_MLP, fuses)
         sorts = 4 + 3 * (job.dims.ep > 1)  # by expert and back, with ep again where rows arrive, and their sum
-        yield sorts * rows * job.model.hidden_size * itemsize
+        yield both(rows * job.model.hidden_size, sorts * itemsize, FUSED_SORTS, fuses)
     else:
-        yield MLP_PASSES * job.tokens * facts.intermediate_size / job.dims.tp * itemsize
+        yield both(job.tokens * facts.intermediate_size / job.dims.tp, MLP_PASSES * itemsize, FUSED_MLP)
 
 
 @shared(lambda job, hardware: (job.work, kernel_rates(hardware)))
@@ -358,7 +369,8 @@ def head_seconds(job: Job, hardware: Hardware) -> tuple[Seconds, Seconds]:
     zeros, cast = FLOAT32 * weights, (FLOAT32 + job.dtype.itemsize) * weights  # of the weight's gradient in fp32
     nbytes = (0.0, 0.0)
     if job.output == "loss":
-        nbytes = (LOGIT_PASSES * FLOAT32 + casts) * logits + zeros, cast
+        per_logit = FUSED_LOGITS * job.dtype.itemsize if job.stack.fused_loss else LOGIT_PASSES * FLOAT32 + casts
+        nbytes = per_logit * logits + zeros, cast
     elif job.output == "logprobs":
         first, second = (number * FLOAT32 + casts / 2 for number in LOGPROB_PASSES)
         nbytes = first * logits, second * logits + zeros + cast

@@ -50,6 +50,23 @@ class Data:
         return (0, *ends, seq_len)
 
 
+@dataclass(frozen=True)
+class Stack:
+    """What a training system fuses and hides. A fused kernel reads every input and writes every output once; all else
+    is done by transformers' operators."""
+
+    fused: bool = False  # norms with their residuals, and activations
+    fused_rotary: bool = False
+    fused_experts: bool = False  # activations and permutations
+    fused_loss: bool = False
+    sums_gradients: bool = False  # products add gradients of weights to their float32 sums
+    exposed_tensor: float = 1.0  # seconds of tp's messages that no compute hides, relative to all of this toolkit's
+    exposed_experts: float = 1.0  # likewise of ep
+
+
+EAGER, COMPILED = Stack(), Stack(fused=True, fused_rotary=True)  # of this toolkit: experts and the loss stay eager
+
+
 class Action(NamedTuple):
     """A `forward`, a `backward`, or half of one: the gradients of the `inputs` first, those of the `weights` later."""
 
@@ -112,6 +129,11 @@ class Job:
     data: Data = ONE_DOCUMENT
     visible: float = 1.0  # the part of a causal sequence's attention that is computed, as in rows of packed samples
     approximate: str = ""  # why predictions are approximate, to be proved by a dry run; empty if they are not
+    system: Stack | None = None  # another system's; None: this toolkit's
+
+    @property
+    def stack(self) -> Stack:
+        return self.system or (COMPILED if self.config.compile else EAGER)
 
     @cached_property
     def world_size(self) -> int:
@@ -183,7 +205,7 @@ class Job:
         dims, config = self.dims, self.config
         axes = dims.ring, dims.ulysses, dims.tp, dims.ep, self.ep_chunks, config.tp_sequence_parallel, config.sp_layout
         sizes = self.rows, config.seq_len, self.trained, self.frozen, config.fp8, config.emulates_float8, config.compile
-        return _same((self.model, self.dtype, *sizes, *axes, self.data, config.attention_kernel))
+        return _same((self.model, self.dtype, *sizes, *axes, self.data, config.attention_kernel, self.system))
 
     @cached_property
     def work(self) -> object:

@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import json
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 LAUNCHER_SECONDS = 10.0
 EXIT_SECONDS = 0.5  # for a process to exit
+REACH_SECONDS = 5.0  # for a host to accept a connection
 REFUSED = 2
 SIGNALLED = 128  # as shells report: 128 + the signal's number
 INTERRUPTED = SIGNALLED + signal.SIGINT
@@ -152,11 +154,12 @@ def end(ending: Ending, launch: Launch, error_file: str | None, asked_to_stop: b
         with suppress(dist.DistError):  # torchrun has exited
             return _refuse(ending.message, launch, store, error_file)
     reported = f"said/{launch.attempt}"
+    patience = LAUNCHER_SECONDS if store is not None or launch.agent_store is None else 0.0  # its host is gone
     if ending.consequence:
-        wait_for_key(store, reported, LAUNCHER_SECONDS)
+        wait_for_key(store, reported, patience)
     first = _first_to_end(store, launch)
     if not first and not interrupted:
-        wait_for_key(store, reported, LAUNCHER_SECONDS)
+        wait_for_key(store, reported, patience)
         if store is not None:
             time.sleep(EXIT_SECONDS)  # of two that leave at once, torchrun would name the lower rank as the cause
     if first or (first is None and not interrupted):
@@ -164,7 +167,8 @@ def end(ending: Ending, launch: Launch, error_file: str | None, asked_to_stop: b
         if error_file is not None and not ending.consequence:
             tell_launcher(ending.message, error_file)
         if store is not None:
-            store.set(reported, "")
+            with suppress(dist.DistError):
+                store.set(reported, "")
     return ending.exit_code
 
 
@@ -195,8 +199,10 @@ def tell_launcher(message: str, error_file: str) -> None:
 def reachable_store(launch: Launch) -> dist.Store | None:
     """Return torchrun's store; None if there is none, or it is gone."""
     try:
+        if launch.agent_store is not None:  # torch tries for a minute to reach a port that nobody has
+            socket.create_connection(launch.agent_store, REACH_SECONDS).close()
         return launch.store()
-    except dist.DistError:
+    except (dist.DistError, OSError):
         return None
 
 

@@ -70,7 +70,9 @@ class Launch:
     """Place of this process in a launch: `rank` of `world_size`, and `local_rank` of `local_world_size` on its host.
 
     threads: of torch on the CPU. rendezvous: whether the environment says where the ranks meet. agent_store: host and
-    port of torchrun's store. run_id: torchrun's name of the launch. attempt: number of restarts so far.
+    port of torchrun's store. own_store: torchrun shares none, so rank 0 serves one there, which a restart forgets.
+    run_id: torchrun's name of the launch. attempt: number of restarts so far. held: as long as rank 0 has a store, it
+    serves one.
     """
 
     rank: int = 0
@@ -80,8 +82,10 @@ class Launch:
     threads: int = 1
     rendezvous: bool = False
     agent_store: tuple[str, int] | None = None
+    own_store: bool = False
     run_id: str = ""
     attempt: int = 0
+    held: dist.Store | None = None
 
     @staticmethod
     def from_environment(environ: Mapping[str, str]) -> Launch:
@@ -92,7 +96,7 @@ class Launch:
         """
         launched = "RANK" in environ and "WORLD_SIZE" in environ
         local_world_size = int(environ.get("LOCAL_WORLD_SIZE", 1)) if launched else 1
-        agent_store = launched and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") if launched else None
         threads = int(environ.get("OMP_NUM_THREADS", 0) or 0)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         share = max(1, cores // local_world_size)
@@ -103,7 +107,8 @@ class Launch:
             local_world_size=local_world_size,
             threads=share if threads == 0 or (launched and threads == 1) else threads,
             rendezvous=launched,
-            agent_store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])) if agent_store else None,
+            agent_store=(environ["MASTER_ADDR"], int(environ["MASTER_PORT"])) if shared else None,
+            own_store=shared == "False",
             run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
             attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
@@ -114,7 +119,8 @@ class Launch:
         if self.agent_store is None:
             return None
         host, port = self.agent_store
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+        serves, timeout = self.own_store and self.rank == 0, timedelta(seconds=STORE_SECONDS)
+        store = dist.TCPStore(host, port, is_master=serves, timeout=timeout, multi_tenant=True)
         return dist.PrefixStore(f"train.py/{self.run_id}", store)
 
     def from_first(self, key: str, find: Callable[[], T]) -> T:
@@ -184,7 +190,7 @@ def meet(launch: Launch, seconds: float = 0.0) -> Launch:
                 f"start of rank {launch.rank}: ended or stuck before the flags are read, or the host is down"
             )
         time.sleep(0.02)
-    return replace(launch, attempt=start - 1)
+    return replace(launch, attempt=start - 1, held=store)
 
 
 def _missing(store: dist.Store, launch: Launch, start: int) -> list[int]:

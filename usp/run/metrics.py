@@ -6,7 +6,8 @@
     RUN/profile/        rank-N.json.gz of the steps to profile, for chrome://tracing or ui.perfetto.dev
 
 Only rank 0 has a `RunLog`. It prints a line every `log_every` steps, and a progress bar on a terminal. A run resumed
-after step N drops the later records, so that every step is logged once. A disk that is full does not end the run.
+after step N drops the later records, so that every step is logged once, and says what its restart cost. A disk that is
+full does not end the run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import resource
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -25,6 +27,8 @@ from typing import Any, Protocol, TextIO
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from usp.parallel import format_ranks
 
 from .output import LineFile, warn
 
@@ -133,8 +137,8 @@ class StepRecord:
 
 class RunLog:
     """Log of a run: writes its records below `folder` and prints them to `out` inside a `with` block. after: step of
-    the checkpoint that the run resumes from; 0 for a new run. wandb: see `open_wandb`. phase: returns what the run is
-    doing, which the bar shows."""
+    the checkpoint that the run resumes from; 0 for a new run. ranks: their number. wandb: see `open_wandb`. phase:
+    returns what the run is doing, which the bar shows."""
 
     def __init__(
         self,
@@ -144,13 +148,15 @@ class RunLog:
         log_every: int,
         out: TextIO,
         after: int = 0,
+        ranks: int = 1,
         wandb: Any = None,
         phase: Callable[[], str] = str,
     ) -> None:
         self._steps = steps
-        self._log_every = log_every
-        keep_records(folder / METRICS_FILE, after)
-        self._file = LineFile(folder / METRICS_FILE)
+        self._log_every, self._ranks = log_every, ranks
+        self._file = LineFile(file := folder / METRICS_FILE)
+        self._ended = file.stat().st_mtime if file.exists() else 0.0
+        self._before = keep_records(file, after)
         self._tensorboard = TensorBoard(folder / "tensorboard", after)
         self._wandb = wandb
         from rich.console import Console
@@ -181,7 +187,7 @@ class RunLog:
 
     def record(self, record: Record) -> None:
         """Write and print one step."""
-        self._file.append(record.step, [json.dumps({"step": record.step, **record.numbers()})])
+        self._file.append(record.step, [json.dumps({"step": record.step, "ranks": self._ranks, **record.numbers()})])
         numbers = {name: value for name, value in record.numbers().items() if value is not None}
         self._tensorboard.record(record.step, numbers)
         if self._wandb is not None:
@@ -189,6 +195,12 @@ class RunLog:
         self._progress.update(self._task, completed=record.step)
         if record.printed or record.step in (1, self._steps) or record.step % self._log_every == 0:
             self._console.print(f"step {record.step}/{self._steps}  {record.line()}", soft_wrap=True)
+        if self._before:
+            before, self._before = self._before, {}
+            ended = f"step {record.step} ended {seconds(time.time() - self._ended)} after step {before['step']}"
+            ranks = f"on {self._ranks} ranks, before on {before.get('ranks', self._ranks)}"
+            again = format_ranks(range(record.step, before["step"] + 1), ", ")
+            self._console.print(f"resumed: {ended}, {ranks}{again and '; it repeats steps '}{again}", soft_wrap=True)
 
 
 class TensorBoard:
@@ -228,15 +240,17 @@ class TensorBoard:
             warn(f"{self._folder} cannot be written: {error}; the run goes on without it")
 
 
-def keep_records(file: Path, after: int) -> None:
-    """Drop the records of steps later than `after` from a metrics file, and a truncated last line."""
+def keep_records(file: Path, after: int) -> Mapping[str, Any]:
+    """Drop the records of steps later than `after` from a metrics file, and a truncated last line. Return the last
+    record that it had; empty without any."""
     earlier: list[bytes] = []
+    last: Mapping[str, Any] = {}
     for line in file.read_bytes().splitlines(keepends=True) if file.exists() else []:
         try:
-            step = json.loads(line)["step"]
+            last = json.loads(line)
         except ValueError:
             break
-        if step <= after and line.endswith(b"\n"):
+        if last["step"] <= after and line.endswith(b"\n"):
             earlier.append(line)
     new = file.with_suffix(".new")
     try:
@@ -246,6 +260,7 @@ def keep_records(file: Path, after: int) -> None:
         with suppress(OSError):
             new.unlink()
             os.truncate(file, sum(map(len, earlier)))
+    return last
 
 
 def wandb_problem(project: str) -> str | None:

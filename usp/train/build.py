@@ -329,6 +329,7 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
         balance=balance,
         router_bias=bias,
         transform=transform,
+        compile=recipe.compile,
     )
 
 

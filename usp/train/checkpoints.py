@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -89,6 +90,12 @@ class TrainingState:
         if missing := [name for name in names if name not in extra]:
             raise ValueError(f"the checkpoint is not of a training run: it lacks {', '.join(missing)}")
         return TrainingState(**{name: extra[name] for name in names})
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks; 0 with a curriculum, whose stages have degrees of their own."""
+        axes = ("pp", "dp_replicate", "dp_shard", "sp_ring", "sp_ulysses", "tp")
+        return max(0, math.prod(self.config.get(name, 1) for name in axes))
 
     def ended(self, curriculum: Sequence[CurriculumStage]) -> tuple[int, ...]:
         """Return the sequences of a step of each stage that has ended, except the last stage, which a run ends in."""
@@ -257,6 +264,9 @@ def find_start(
 
 def _start(config: CommonConfig, launch: Launch, traces: Sequence[str], damaged: Collection[Path]) -> Start:
     folder = Path(config.output).expanduser() if config.output else None
+    if launch.own_store and folder is None:
+        own = "torchrun shares no store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), in which restarts would find the run"
+        raise ValueError(f"{own}: give --output and --resume auto")
     remembered = launch.recall(FOLDER_KEY) if launch.attempt > 0 else None
     # If there is a store and it has no folder, no earlier attempt got as far as writing to one.
     restarted = launch.attempt > 0 and (remembered is not None or launch.agent_store is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +28,7 @@ from usp.parallel import Checkpointer, DamagedCheckpoint, complete_checkpoints, 
 from usp.presets import PRESETS
 from usp.run.failures import CheckpointFailed, ConfigurationError, Stopped, TrainingDiverged, UserCodeFailed
 from usp.run.launch import StopRequest
-from usp.run.metrics import Record, RunLog, open_wandb
+from usp.run.metrics import Record, RunLog, open_wandb, seconds
 from usp.run.output import LineFile, warn, working
 from usp.run.watchdog import Watchdog
 
@@ -262,7 +263,10 @@ class TrainingLoop(ABC):
         self.watchdog.progress(self.done, "checkpoint", long=True)
         if failure := self._settle():
             self._warn(f"{failure}; that of step {self.done} follows")
+        begin = time.perf_counter()
         self.checkpointer.save(self.done, self.state(), self.extra(), self.best_first())
+        if self.is_writer and self.done == 2 * self._run_config.checkpoint_every:  # the first one sets up more
+            print(f"checkpoint: steps wait {seconds(time.perf_counter() - begin)} for its copy", flush=True)
         self._saved = self.done
 
     def keep_done(self) -> str:
@@ -326,6 +330,7 @@ class TrainingLoop(ABC):
             log_every=config.log_every,
             out=sys.stdout,
             after=self.done,
+            ranks=dist.get_world_size(),
             wandb=open_wandb(config.wandb_project, self.folder, asdict(config)),
             phase=lambda: self.watchdog.phase,
         )

@@ -175,6 +175,9 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
     )
     config, facts, model_config = resolved.config, resolved.facts, resolved.model_config
     problems[:] = dict.fromkeys(map(with_flags, [*problems, *resolved.problems]))  # both read the model's folder
+    if saved is not None and resolved.problems and (before := saved.ranks) not in (0, launch.world_size):
+        ranks = f"the checkpoint is of {before} ranks, and this run has {launch.world_size}: --plan auto finds degrees"
+        problems.append(f"{ranks}, or torchrun --nnodes {-(-before // launch.local_world_size)} waits for lost hosts")
     if saved is not None and model_config is not None:
         problems += resume_violations(saved, config, model_config.to_dict(), start.finished_too)
     if facts is not None:

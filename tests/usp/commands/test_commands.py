@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from usp.commands.time import TimeConfig
 from usp.commands.train import main
 from usp.config import UNPREDICTED, TrainConfig
 from usp.parallel import RanksDisagree
-from usp.run.failures import ConfigurationError, Ending, TrainingDiverged, end, ending_of
+from usp.run.failures import ConfigurationError, Ending, TrainingDiverged, end, ending_of, reachable_store
 from usp.run.launch import Launch, choose_device, set_library_defaults
+from usp.train.checkpoints import find_start
 
 
 def test_no_flags_are_the_defaults() -> None:
@@ -138,6 +140,24 @@ def test_a_launch_is_read_from_the_environment() -> None:
     assert Launch.from_environment(environ) == Launch(5, 8, 1, 4, threads=3, rendezvous=True)
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     assert Launch.from_environment(environ | agent).agent_store == ("localhost", 29500)
+    own = Launch.from_environment({**environ, **agent, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert own.own_store and not Launch.from_environment(environ | agent).own_store
+    with pytest.raises(
+        ValueError, match=r"torchrun shares no store \(TORCH_DISABLE.*: give --output and --resume auto"
+    ):
+        find_start(TrainConfig(), own)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = free.getsockname()
+    first, other = (replace(own, rank=rank, agent_store=address) for rank in (0, 1))
+    assert reachable_store(other) is None  # nobody serves it
+    held, store = first.store(), reachable_store(other)
+    assert held is not None and store is not None
+    other.remember("key", "value")
+    assert first.recall("key") == "value"
+    del held
+    with pytest.raises(dist.DistError):
+        store.add("key", 1)
 
 
 def test_without_a_launcher_one_process_uses_all_cores() -> None:

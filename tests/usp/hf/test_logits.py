@@ -132,8 +132,8 @@ def test_other_transforms_are_refused() -> None:
 TRANSFORMS = [LogitTransform(0.3), LogitTransform(1.0, 2.0), LogitTransform(1.7, 3.0)]
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
-def test_values_and_gradients_of_loss_logprobs_and_entropies(transform: LogitTransform) -> None:
+@pytest.mark.parametrize(("transform", "compile"), [*((x, "") for x in TRANSFORMS), (TRANSFORMS[2], "aot_eager")])
+def test_values_and_gradients_of_loss_logprobs_and_entropies(transform: LogitTransform, compile: str) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, generator=generator).double() for shape in ((2, 13, 6), (23, 6)))
     labels = torch.randint(0, 23, (2, 13), generator=generator)
@@ -141,7 +141,8 @@ def test_values_and_gradients_of_loss_logprobs_and_entropies(transform: LogitTra
     def results(own: bool) -> list[Tensor]:
         inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
         if own:
-            loss = vocab_loss(*inputs, labels, global_tokens=26, chunk_tokens=5, transform=transform)
+            options = {"chunk_tokens": 5, "transform": transform, "compile": compile}
+            loss = vocab_loss(*inputs, labels, global_tokens=26, **options)
             options = {"chunk_tokens": 5, "temperature": 0.7, "entropy": True, "transform": transform}
             logprobs, entropies = vocab_logprobs(*inputs, labels, **options)
         else:

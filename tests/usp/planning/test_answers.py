@@ -42,19 +42,21 @@ ANSWERS = {  # the degrees, and why
 }
 
 
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     "question",
     [pytest.param(each, marks=pytest.mark.exhaustive if each.lora_rank else ()) for each in ANSWERS],
     ids=str,
 )
-@pytest.mark.slow(but=1, full=6)
-def test_the_first_answer_is_an_experts(question: Question) -> None:
+@pytest.mark.slow(but=1, full=8)
+def test_the_first_answer_is_an_experts(question: Question, compiles: bool) -> None:
     asked = TrainConfig(
         model=question.model,
         seq_len=question.seq_len,
         global_batch_size=question.sequences,
         lora_rank=question.lora_rank,
         dtype="bfloat16",
+        compile=compiles,
     )
     best = choose(asked, question.gpus, H100).best.config
     expected, why = ANSWERS[question]

@@ -15,7 +15,7 @@ from usp.fields import token_count
 from usp.hf.models import load_model_config
 from usp.parallel import load_hardware
 from usp.planning.comparison import Compared, Setting, compare, judge
-from usp.planning.methods import DEFAULT, Method
+from usp.planning.methods import Method
 from usp.planning.step_report import StepReport
 from usp.predict.traffic import step_traffic
 from usp.train.resolve import job_of
@@ -87,12 +87,6 @@ def test_every_method_has_micro_batches_of_the_same_size() -> None:
     )
 
 
-def test_the_cost_by_the_paper_and_on_the_wire() -> None:
-    ulysses = compared("ulysses")[0]["ulysses"]
-    # 8 heads over 4 key-value heads: 4/N + 4/(2 N) of bs L d bfloat16 elements; a rank keeps a quarter of each
-    assert sum(sent.nbytes for sent in ulysses.block_activations) == (4 + 2) * 4 * 1024 * 128 * 2 // 4 * 3 // 4
-
-
 def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--methods", "usp+zero1,ep", "--markdown"]) == 0
     shown = capsys.readouterr().out
@@ -101,12 +95,6 @@ def test_the_command_prints_tables_and_json(capsys: pytest.CaptureFixture[str]) 
     usp, ep = json.loads(capsys.readouterr().out)
     assert usp["sent"] == sum(sent["nbytes"] for sent in usp["step"]) and "problem" not in usp
     assert ep.keys() == {"method", "problem"} and {"rank", "memory", "sent"} < usp.keys()
-
-
-def test_pipeline_messages_are_exposed_as_in_the_time_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--methods", "pp2+dp", "--markdown"]) == 0
-    shown = capsys.readouterr().out
-    assert "| pp | exposed |" in shown and "| loss | overlaps with" not in shown and "| fsdp | overlaps with" in shown
 
 
 def test_the_bytes_are_those_of_the_busiest_rank() -> None:
@@ -144,20 +132,12 @@ def test_the_fastest_that_fits_comes_first_and_others_say_why_they_do_not(capsys
         assert sum(line["parts"].values()) == pytest.approx(line["seconds"])
         assert line["fits"] == (line["memory"]["peak"] <= line["memory_limit_bytes"]) == (line["reason"] == "")
     assert "most for optimizer states" in lines["ring"]["reason"]
-    assert main([*asked, "--markdown"]) == 0
-    named = [row.split("|")[1].strip() for row in capsys.readouterr().out.splitlines() if row.startswith("| ")]
-    assert [name for name in named if "zero" in name or name == "ring"][:4] == [
-        *("usp+zero3", "ring+zero3", "usp+zero1", "ring")
-    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--world-size", "0", "--global-batch-size", "-1"], "--global-batch-size = -1 must be at least 1"),
-        (["--model", "llama9"], "is neither a preset"),
-        (["--hardware", "h900"], "hardware 'h900' must be a file or one of"),
-        (["--ac", "ful"], "did you mean 'full'"),
         (["--json", "--markdown"], "give one"),
         (["--methods", "sp"], "unknown part 'sp'"),
     ],
@@ -180,7 +160,3 @@ def test_sequence_lengths_are_parsed() -> None:
 @pytest.mark.slow
 def test_the_document_is_up_to_date() -> None:
     assert DOCUMENT.read_text() == document(), "run `python -m benchmarks.cost_tables`"
-
-
-def test_every_default_method_has_a_name_that_parses() -> None:
-    assert [Method.parse(name).name for name in DEFAULT] == list(DEFAULT)

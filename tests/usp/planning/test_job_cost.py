@@ -56,12 +56,3 @@ def test_kinds_and_numbers_of_devices_are_compared(tmp_path: Path, capsys: pytes
     assert "--out needs one plan" in capsys.readouterr().err
     assert main(["plan", *flags, "--world-size", "8", "--price", "cheap"]) == 1
     assert "--price cheap must be a price" in capsys.readouterr().err
-
-
-def test_a_predicted_step_has_the_job_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
-    step = ["time", "--model", "llama3-8b", "--seq-len", "8K", "--dp-shard", "8", "--world-size", "8", "--ac", "full"]
-    assert main([*step, "--price", "2", "--train-tokens", "15B", "--deadline", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "The whole job: 15B tokens" in shown and "missed" in shown
-    assert main(step) == 0
-    assert "job" not in capsys.readouterr().out

@@ -141,6 +141,17 @@ def test_flops_equal_the_model_flops_without_recomputation() -> None:
 
 
 @pytest.mark.slow
+def test_compiled_layers_save_what_selective_ones_do_if_they_are_dense() -> None:
+    config = replace(SMALL, device="auto", dtype="auto", seq_len=512)
+    eager, compiled, selective = (
+        dry_run(replace(config, **x), 1) for x in ({}, {"compile": True}, {"ac": "selective"})
+    )
+    assert compiled.peak_bytes == selective.peak_bytes < eager.peak_bytes and compiled.flops == eager.flops
+    assert compiled.config == replace(eager.config, compile=True)
+    assert dry_run(replace(config, model="qwen3-moe-tiny", compile=True), 1).counted_as == "none"
+
+
+@pytest.mark.slow
 def test_offloaded_activations_and_states_count_as_host_memory(tmp_path: Path) -> None:
     model = tiny_model("llama-deep")
     model.config.max_position_embeddings = 4096

@@ -6,8 +6,11 @@ import importlib
 import io
 import itertools
 import json
+import os
+import re
 import resource
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +78,7 @@ def test_every_step_is_written(tmp_path: Path) -> None:
         log.record(RECORD)
         log.record(replace(RECORD, step=2, loss=1.25))
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record.pop("ranks") for record in kept] == [1, 1]
     assert [StepRecord(**record) for record in kept] == [RECORD, replace(RECORD, step=2, loss=1.25)]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.value for event in events.Scalars("loss")] == [2.5, 1.25]
@@ -90,9 +94,15 @@ def test_a_resumed_run_logs_each_step_once(tmp_path: Path, monkeypatch: pytest.M
             log.record(replace(RECORD, step=step, loss=float(step)))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')
-    with RunLog(tmp_path, steps=6, log_every=1, out=out, after=2) as log:
+    os.utime(tmp_path / "metrics.jsonl", (0.0, time.time() - 90))
+    with RunLog(tmp_path, steps=6, log_every=9, out=(again := io.StringIO()), after=2, ranks=2) as log:
         for step in range(3, 7):
             log.record(replace(RECORD, step=step, loss=10.0 * step))
+    said, _ = again.getvalue().splitlines()  # and the last step
+    assert re.fullmatch(
+        r"resumed: step 3 ended \d+\.\d\d s after step 4, on 2 ranks, before on 1; it repeats steps 3-4", said
+    )
+    assert float(said.split()[4]) >= 90
     kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(record["step"], record["loss"]) for record in kept] == [(1, 1), (2, 2), (3, 30), (4, 40), (5, 50), (6, 60)]
     events = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=True).Reload()

@@ -104,6 +104,7 @@ def test_a_finished_run_is_continued_in_its_folder_with_more_steps(whole: Path, 
         ({"steps": 2}, "--steps = 2 leaves nothing to do: the checkpoint is of step 2; use at least 3"),
         ({"seq_len": 512}, "seq_len = 512, but the checkpoint has 64: use the same as before, or --data-changed"),
         ({"seed": 1}, "seed = 1, but the checkpoint has 0"),
+        ({"sp_ring": 2}, r"(?s)divide the world size 1:.* of 4 ranks, and this run has 1: --plan auto .* --nnodes 4 "),
     ],
 )
 @pytest.mark.slow(but=3)
