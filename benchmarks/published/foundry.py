@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from usp.parallel import Hardware, load_hardware
 from usp.predict.seconds import step_seconds
@@ -37,7 +38,7 @@ def _seconds(hardware: Hardware, model: str, tokens: int, gpus: int, rows: int, 
         "vocab_size": 50368,
         "tie_word_embeddings": True,
     }
-    batch: dict[str, int] = {"batch_size": rows * number, "micro_batches": number}
+    batch: dict[str, Any] = {"batch_size": rows * number, "micro_batches": number}
     job = step_job(
         "llama2-7b",
         gpus,

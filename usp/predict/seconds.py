@@ -442,10 +442,10 @@ def sent_by_axis(
     if any(ring):
         by_axis["ring"] = ring
     for axis, share in (("tp", job.stack.exposed_tensor), ("ep", job.stack.exposed_experts), ("ring", 1.0)):
-        if found := by_axis.get(axis):
-            hidden = found.overlapped + max(0.0, 1 - share) * found.exposed
+        if whole := by_axis.get(axis):
+            hidden = whole.overlapped + max(0.0, 1 - share) * whole.exposed
             free = _links(job, hardware, axis, rank, "send")[2]
-            by_axis[axis] = TransferSeconds(share * found.exposed, hidden).with_free_part(free)
+            by_axis[axis] = TransferSeconds(share * whole.exposed, hidden).with_free_part(free)
     return by_axis
 
 

@@ -16,7 +16,6 @@ are for evaluations.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -135,11 +134,6 @@ Examples: TypeAlias = FileExamples | HiddenMark
 def answers(examples: Sequence[Example] | HiddenMark) -> Callable[[int], str]:
     """Return what gives the answer of an example by its index."""
     return lambda index: examples[index].answer
-
-
-def rows(examples: Sequence[Example] | HiddenMark) -> Callable[[int], dict[str, Any]]:
-    """Return what gives the line of an example by its index; {} for one that is not from a file."""
-    return lambda index: json.loads(examples[index].row or "{}")
 
 
 def open_examples(

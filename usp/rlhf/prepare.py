@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import shutil
@@ -55,7 +56,7 @@ from .algorithms.registry import ALGORITHMS, build_graph, with_outside
 from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, sft_violations
 from .config import SEARCH, RlhfConfig, SftConfig, has_critic, sft_steps_of, texts, violations
-from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples, rows
+from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples
 from .environments.agents import AGENT
 from .environments.episodes import Episodes, Processes, ids_between
 from .environments.ready_rewards import HTTP, REWARD, SLOW
@@ -353,7 +354,7 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
         pool=pool,
         workers=max(1, config.reward_processes),
-        row=rows(examples),
+        row=lambda index: json.loads(examples[index].row or "{}"),  # nothing where it is not from a file
     )
 
 
@@ -375,7 +376,7 @@ def _warn_without_cgroup(config: RlhfConfig) -> None:
 
 def _schemas(config: RlhfConfig) -> list[dict[str, Any]]:
     """Return the schemas of --tools. Raises ValueError where one cannot work, or two have one name."""
-    schemas = []
+    schemas: list[dict[str, Any]] = []
     for spec in texts(config.tools, "--tools", apart=","):
         if isinstance(tool := tool_of(spec, partial(load_from_file, what="function")), Python):
             tool.check()

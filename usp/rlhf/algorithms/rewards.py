@@ -131,15 +131,14 @@ class ScoreWith:
     def _failed(self, samples: Samples, number: int, asked: _Asked, error: str, trace: str, blame: str) -> Tensor:
         """Record a failure, and return its score. Raises RewardFailed if `failure` is "raise"."""
         tokens, prompt_length, prompt_index = (samples[key][number] for key in self.inputs)
+        response, sample = asked
         failure = RewardFailed(
             {
                 "sample": samples.ids[number],
                 "prompt_index": int(prompt_index),
                 "prompt_ids": tokens[: int(prompt_length)].tolist(),
                 "response_ids": tokens[int(prompt_length) :].tolist(),
-                "prompt": str(asked[1]["prompt"]),
-                "response": str(asked[0]),
-                "answer": str(asked[1]["answer"]),
+                **{name: str(text) for name, text in {**sample, "response": response}.items() if name != "row"},
                 "error": error,
                 "traceback": trace,
                 "blame": blame,

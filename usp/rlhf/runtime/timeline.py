@@ -200,26 +200,6 @@ class Activity:
         return self.end - self.begin
 
 
-@dataclass(frozen=True)
-class RankTime:
-    """The seconds of a rank in a step of `whole` seconds, which begins on the first rank and ends on the last."""
-
-    rank: int
-    work: float
-    waiting: float
-    whole: float
-
-    @property
-    def between(self) -> float:
-        """Seconds outside of all operations."""
-        return self.whole - self.work - self.waiting
-
-    @property
-    def idle_share(self) -> float:
-        """Fraction of the step without work."""
-        return 1 - self.work / self.whole if self.whole else 0.0
-
-
 def activities(events: Iterable[Event]) -> list[Activity]:
     """Return the activities of all ranks, in order of their starts.
 
@@ -270,20 +250,6 @@ def _awaited(wait: Event, expected: Sequence[Event], senders: dict[tuple[int, st
             start = transfer.end
     if start == wait.start:
         yield Activity(wait, start, wait.end, wait.end, wait.rank)
-
-
-def rank_times(step: Sequence[Activity]) -> list[RankTime]:
-    """Return the times of every rank, ascending, from the activities of one step."""
-    begin, end = bounds(step)
-    return [
-        RankTime(
-            rank,
-            sum(activity.work for activity in step if activity.event.rank == rank),
-            sum(activity.waiting for activity in step if activity.event.rank == rank),
-            end - begin,
-        )
-        for rank in sorted({activity.event.rank for activity in step})
-    ]
 
 
 def critical_path(step: Sequence[Activity]) -> list[Event]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from usp.run.tables import Grid
 
-from .timeline import Activity, Event, activities, bounds, covered, critical_path, rank_times
+from .timeline import Activity, Event, activities, bounds, covered, critical_path
 
 _SHOWN = ("kind", "step", "sent", "received", "minimum", "crossed", "host_minimum")  # of an event, in a trace
 _SHORT = 0.005  # of a step: shorter parts of the critical path are listed as one
@@ -109,10 +109,12 @@ def summary_table(events: Sequence[Event]) -> Grid:
 
 def rank_table(number: int, step: Sequence[Activity]) -> Grid:
     """Return what every rank did with the time of a step as a table to print."""
-    rows = []
-    for time in rank_times(step):
-        seconds = (f"{value:.3f}" for value in (time.work, time.waiting, time.between))
-        rows.append((str(time.rank), *seconds, f"{time.idle_share:.1%}"))
+    rows, length = [], _length(step)
+    for rank in sorted({each.event.rank for each in step}):
+        own = [each for each in step if each.event.rank == rank]
+        work, waiting = sum(each.work for each in own), sum(each.waiting for each in own)
+        seconds = (f"{value:.3f}" for value in (work, waiting, length - work - waiting))
+        rows.append((str(rank), *seconds, f"{1 - work / length if length else 0:.1%}"))
     columns = ("rank", "work (s)", "waiting (s)", "no operation (s)", "idle")
     return Grid(f"step {number}: each rank", columns, tuple(rows))
 

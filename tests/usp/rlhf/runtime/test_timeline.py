@@ -24,10 +24,9 @@ from usp.rlhf.runtime.timeline import (
     bounds,
     clock_offset,
     critical_path,
-    rank_times,
     read_events,
 )
-from usp.rlhf.runtime.trace import totals, write_chrome_trace
+from usp.rlhf.runtime.trace import rank_table, totals, write_chrome_trace
 
 CALLS = (  # kind, name, ranks, start, end, bytes, minimum
     ("reallocate", "actor", range(8), 0.0, 0.4, 4000, 4000),
@@ -79,9 +78,10 @@ def test_waiting_is_not_work() -> None:
     assert found["transfer", "early to actor_train", 1].work == pytest.approx(0.1)  # sent before rank 1 waited
     moving = next(row for row in totals(separation()) if row.kind == "reallocate")
     assert (moving.seconds, moving.share, moving.waiting) == (pytest.approx(0.2), pytest.approx(0.02), 3.9)
-    idle = {time.rank: (time.work, time.waiting, time.idle_share) for time in rank_times(activities(separation()))}
-    assert idle[0] == pytest.approx((0.1 + 0.2 + 1.8 + 0.1 + 1.8 + 0.1, 3.9, 0.59))
-    assert idle[1] == pytest.approx((4.0 + 0.2 + 0.1 + 0.1 + 0.3 + 1.7, 3.3, 0.36))
+    assert rank_table(1, activities(separation())).rows == (
+        ("0", "4.100", "3.900", "2.000", "59.0%"),
+        ("1", "6.400", "3.300", "0.300", "36.0%"),
+    )
 
 
 def test_the_critical_path_follows_the_rank_that_was_waited_for() -> None:
