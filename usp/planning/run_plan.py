@@ -192,11 +192,8 @@ class SearchingPlanner:
 
 def run_planner(prepared: PreparedRlhf) -> SearchingPlanner:
     """Return what `train_rlhf` needs for --replan; raise ConfigurationError as `question_of`."""
-    config, graph, names = (
-        prepared.config,
-        prepared.graph,
-        ("micro_batch_tokens", "sp_layout", "mlp_tile", "loss_chunk"),
-    )
+    config, graph = prepared.config, prepared.graph
+    names = ("micro_batch_tokens", "sp_layout", "mlp_tile", "loss_chunk")
     weights = set(graph.roles) - set(graph.trained_roles) if config.offload else set()
     states = list(map(optimizer_of, graph.trained_roles)) if config.offload_optimizer else []
 
