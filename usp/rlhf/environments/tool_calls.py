@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .outside import clean, cleaned, read_json
@@ -37,7 +37,7 @@ _PAIRS = {
     "<arg_key>": r"<arg_key>(.{1,200}?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|\Z)",
 }
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
-Schemas = Iterable[Mapping[str, Any]]  # of functions, as chat templates describe them
+Schemas = Sequence[Mapping[str, Any]]  # of functions, as chat templates describe them
 
 
 class ToolCall(NamedTuple):

@@ -15,11 +15,10 @@ from typing import Any
 from .outside import ENVIRONMENT, REWARD_CODE, clean, one_line
 from .ready_rewards import check_sandbox, from_spec, score
 from .sandbox import Limits, Unprotected, run_python
-from .tool_calls import ToolCall, calls_of
+from .tool_calls import Schemas, ToolCall, calls_of
 
 NAME = "tools"  # of the ready environment
 MOST_CALLS = 16  # of a turn
-Schemas = Sequence[Mapping[str, Any]]  # of functions, as chat templates describe them
 
 
 @dataclass(frozen=True)
