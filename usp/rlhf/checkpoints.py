@@ -37,8 +37,7 @@ class RlhfState:
     evaluations: Mapping[str, Any] = field(default_factory=dict)  # `Evaluations.to_extra()`
     in_flight: Mapping[str, Any] = field(default_factory=dict)  # `StepData.to_extra()`; empty without
     rollouts: Mapping[str, Any] = field(default_factory=dict)  # `Rollouts.to_extra()`; empty without
-    running: Mapping[str, Any] = field(default_factory=dict)  # the running plan, the number of ranks; with --replan
-    # also the factors of predictions
+    running: Mapping[str, Any] = field(default_factory=dict)  # plan, number of ranks; with --replan factors
 
     @staticmethod
     def from_extra(extra: Mapping[str, Any]) -> RlhfState:
