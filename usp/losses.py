@@ -92,6 +92,11 @@ class LogitTransform:
 UNCHANGED = LogitTransform()
 
 
+def adds_products(device: torch.device) -> bool:
+    """Return whether a product of half-precision matrices can be added to a float32 matrix."""
+    return device.type == "cuda"
+
+
 class HeadGradients:
     """Gradients of hidden states and the output head's weight, accumulated over chunks; None where not wanted."""
 
@@ -108,7 +113,7 @@ class HeadGradients:
             self.hidden[chunk] = grad_logits_CV @ weight
         if self.weight is not None and self.weight.dtype == hidden.dtype:
             self.weight.addmm_(grad_logits_CV.T, hidden[chunk])
-        elif self.weight is not None and hidden.device.type == "cuda":  # neither a rounded product nor its round trip
+        elif self.weight is not None and adds_products(hidden.device):  # neither a rounded product nor its round trip
             torch.addmm(self.weight, grad_logits_CV.T, hidden[chunk], out_dtype=self.weight.dtype, out=self.weight)
         elif self.weight is not None:
             self.weight += grad_logits_CV.T @ hidden[chunk]

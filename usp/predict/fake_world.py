@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+import usp.losses
 import usp.model.recompute
 import usp.sp.sp_attention
 from usp.attention import AttentionSpec, accumulate, check_kernel_name, select_kernel
@@ -228,6 +229,7 @@ def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
         stack.enter_context(patch.object(SpAxes, "agree", lambda *_, **__: None))
         stack.enter_context(patch.object(ShardingPropagator, _SHAPES, propagate))
         if device.type == "cuda":  # where a merge is one operator, with the bytes of this one
+            stack.enter_context(patch.object(usp.losses, "adds_products", lambda _: True))
             stack.enter_context(patch.object(usp.model.recompute, "copier_for", lambda device: host))
             stack.enter_context(patch.object(FSDPParam, "all_gather_inputs", property(_copied_to_device)))
             stack.enter_context(patch.object(accumulate, "merge", lambda out, lse, more, more_lse: out.add_(more)))

@@ -64,7 +64,7 @@ class Stack:
     exposed_experts: float = 1.0  # likewise of ep
 
 
-EAGER, COMPILED = Stack(), Stack(fused=True, fused_rotary=True)  # of this toolkit: experts and the loss stay eager
+EAGER, COMPILED = Stack(), Stack(fused=True, fused_rotary=True, fused_loss=True)  # of this toolkit; experts stay eager
 
 
 class Action(NamedTuple):
@@ -133,7 +133,8 @@ class Job:
 
     @property
     def stack(self) -> Stack:
-        return self.system or (COMPILED if self.config.compile else EAGER)
+        compiled = replace(COMPILED, fused_loss=self.dims.tp == 1)  # it stays eager where it communicates
+        return self.system or (compiled if self.config.compile else EAGER)
 
     @cached_property
     def world_size(self) -> int:

@@ -106,6 +106,9 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
     with fake_world(world_size, rank), stand_ins(device, host):
         mesh = ParallelMesh.create(parallel_dims(config))
         recipe = replace(EngineRecipe.of(config, model_config), compile="", ac=counted_as)
+        if config.compile and recipe.dtype.itemsize < 4 and mesh.dims.tp == 1:
+            # A compiled loss has a chunk's logits and their gradient in bfloat16, an eager one float32 logits as well.
+            recipe = replace(recipe, loss_chunk=max(1, config.loss_chunk * 2 // 3))
         try:
             stages = build_stages(recipe, mesh)  # outside of FakeTensorMode, which would only slow it down
         except ValueError as error:
