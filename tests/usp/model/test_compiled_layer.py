@@ -4,14 +4,19 @@ saves and schedules it, on tensors without memory."""
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from math import prod
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule
@@ -79,13 +84,12 @@ def operator_bytes(part: GraphModule) -> Iterator[int]:
             yield sum(x.element_size() * prod(shape) for x, shape in zip(values, dims, strict=True))
 
 
-def kernel_bytes(part: GraphModule, inputs: Any, is_backward: bool) -> Iterator[int]:
-    """Yield what each kernel moves that inductor writes for an H100, without products and attention. Neither a GPU nor
-    Triton is needed, as no kernel is compiled. Each kernel reads an input once and writes an output once."""
+@contextmanager
+def scheduled(part: GraphModule, inputs: Any, is_backward: bool) -> Iterator[GraphLowering]:
+    """Let inductor decide on its kernels for an H100. Neither a GPU nor Triton is needed, as none is compiled."""
     from torch._inductor import scheduler
     from torch._inductor.compile_fx import _recursive_post_grad_passes, record_original_output_strides, view_to_reshape
     from torch._inductor.debug import DebugContext
-    from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.virtualized import V
 
@@ -113,14 +117,37 @@ def kernel_bytes(part: GraphModule, inputs: Any, is_backward: bool) -> Iterator[
                 graph.run(*inputs)
                 graph.init_wrapper_code()
                 graph._update_scheduler()
-                for node in graph.scheduler.nodes:
-                    if not node.is_extern() and not isinstance(node, scheduler.NopKernelSchedulerNode):
-                        # What is indexed by another tensor counts as whole, unless there are fewer steps.
-                        steps = max(
-                            prod(int(size) for sizes in x.get_ranges() for size in sizes) for x in node.get_nodes()
-                        )
-                        found = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-                        yield sum(min(each, 8 * steps) for each in found.values())
+                yield graph
+
+
+def kernel_bytes(part: GraphModule, inputs: Any, is_backward: bool) -> Iterator[int]:
+    """Yield what each kernel moves, without products and attention. It reads an input once and writes an output
+    once."""
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
+    with scheduled(part, inputs, is_backward) as graph:
+        for node in graph.scheduler.nodes:
+            if not node.is_extern() and not isinstance(node, NopKernelSchedulerNode):
+                # What is indexed by another tensor counts as whole, unless there are fewer steps.
+                steps = max(prod(int(size) for sizes in x.get_ranges() for size in sizes) for x in node.get_nodes())
+                found = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+                yield sum(min(each, 8 * steps) for each in found.values())
+
+
+def kernel_sources(part: GraphModule, inputs: Any, is_backward: bool) -> Iterator[str]:
+    """Yield the Triton source of each kernel, without the decorator that runs it on a GPU."""
+    with pytest.MonkeyPatch.context() as patch, scheduled(part, inputs, is_backward) as graph:
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        patch.setattr("torch.utils._triton.triton_hash_with_backend", lambda: "")
+        graph.scheduler.codegen()
+        for source in graph.wrapper_code.src_to_kernel:
+            named = source.replace("Placeholder.KERNEL_NAME", "kernel").replace(
+                "triton_helpers.set_driver_to_gpu()", ""
+            )
+            signature = re.search(r"'signature': (\{.*?\})", named)
+            assert signature
+            start, end = named.index("@triton_heuristics"), named.index("@triton.jit")
+            yield f"{named[:start]}SIGNATURE = {signature[1]}\n{named[end:]}"
 
 
 class _Counted(Exception):
@@ -232,6 +259,33 @@ def test_a_compiled_layer_moves_what_fused_kernels_must(
     assert (*map(len, found),) == kernels  # of one graph
     must = sum(FORWARD.values()) + sum(BACKWARD.values()) + (0 if saves_all else AGAIN) + more
     assert 1 <= sum(map(sum, found)) / (TOKENS // ulysses * HIDDEN) / must <= limit
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.slow
+def test_the_kernels_of_a_layer_compile(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip install triton`, no GPU; ptxas comes with it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sources: list[str] = []
+    saved_bytes("llama", seen=lambda *part: sources.extend(kernel_sources(*part)))
+    assert len(sources) == 12  # of 14 kernels two are written once for both
+    for number, source in enumerate(sources):
+        path = tmp_path / f"kernel{number}.py"  # Triton reads a function's file
+        path.write_text(source)
+        spec = spec_from_file_location(path.stem, path)
+        assert spec and spec.loader
+        spec.loader.exec_module(module := module_from_spec(spec))
+        constants = {name for name, kind in module.SIGNATURE.items() if kind == "constexpr"}
+        blocks = {"XBLOCK": 8, "R0_BLOCK": 1024} if "r0_numel" in module.SIGNATURE else {"XBLOCK": 1024}
+        blocks |= {"RSPLIT": 1, "NUM_STAGES": 1, "RSPLIT_SIZE": 64}
+        asked = ASTSource(module.kernel, module.SIGNATURE, {name: blocks[name] for name in constants})
+        assembly = triton.compile(asked, target=GPUTarget("cuda", capability, 32)).asm
+        assert f".target sm_{capability}" in assembly["ptx"] and assembly["cubin"]
 
 
 @pytest.mark.slow
