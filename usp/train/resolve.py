@@ -211,7 +211,7 @@ def image_problems(config: TrainConfig, model: models.ModelConfig) -> Iterator[s
     for name in ("tp", "pp", "ep"):
         if (degree := getattr(config, name)) > 1:
             yield f"{flag(name)} = {degree}: {given}: use {flag(name)} 1, with --sp-ring, --sp-ulysses and --dp-shard"
-    for name, off in (("engine", "fsdp2"), ("compile", False), ("fp8", "none"), ("sample_every", 0)):
+    for name, off in (("compile", False), ("fp8", "none"), ("sample_every", 0)):
         if (value := getattr(config, name)) != off:
             yield f"{flag(name)} {value} is not supported for a vision-language model: use {flag(name)} {off}"
     if config.packing == "cut":
@@ -262,11 +262,10 @@ def job_of(
 
     model: the shapes of `model_config`, if the caller has them.
 
-    Raises ConfigurationError for configurations that train.py refuses, and for DeepSpeed.
+    Raises ConfigurationError for configurations that train.py refuses, and for models that see images.
     """
-    refused = ["--engine = deepspeed is not modelled: use --engine fsdp2"] if config.engine == "deepspeed" else []
-    if sees_images(model_config):
-        refused.append(f"--model = {config.model} has an encoder of images, which is not modelled")
+    images = f"--model = {config.model} has an encoder of images, which is not modelled"
+    refused = [images] if sees_images(model_config) else []
     resolved = resolve(config, world_size, model_config)
     _, model_config, _, _ = resolved.valid(refused)
     config, dims = resolved.largest.config, resolved.largest.dims

@@ -20,7 +20,7 @@ from usp.losses import LastHidden, NextTokenLoss, global_token_count
 from usp.parallel import ParallelMesh
 from usp.sp.sequence import IGNORED_LABEL, SpAxes, split_rows
 
-from .engines.base import Engine
+from .engine import Engine
 
 FIRST = 16  # tokens before a target, at most, in the first range of positions
 POSITION = "position"

@@ -80,7 +80,6 @@ def test_responses_are_those_of_the_model_that_is_trained(
         ({"sample_prompts": ""}, "--sample-every = 2 needs what the model responds to: give --sample-prompts"),
         ({"sample_every": 0, "sample_prompts": ""}, "--sample-tokens = 12 is an option of --sample-every"),
         ({"compile": True}, "for which --compile would compile"),
-        ({"engine": "deepspeed"}, "is not supported by --engine deepspeed"),
         ({"sample_prompts": "nowhere.txt"}, "--sample-prompts: .*nowhere.txt"),
         ({"sample_prompts": "long.txt"}, "a prompt of 256 tokens exceeds the model's context"),
         ({"sample_prompts": "chats.jsonl"}, "messages need a chat template"),

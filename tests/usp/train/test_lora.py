@@ -314,7 +314,6 @@ def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
         ({"lora_rank": 0, "lora_alpha": 8}, "--lora-alpha = 8 is an option of LoRA adapters, but --lora-rank is 0"),
         ({"lora_rank": 0, "lora_merge": True}, "--lora-merge is an option of LoRA adapters"),
         ({"lora_rank": -1}, "--lora-rank = -1 must be at least 0"),
-        ({"engine": "deepspeed"}, "--lora-rank = 8 is not supported by --engine deepspeed"),
         ({"lora_targets": "q_proj, w1"}, r"--lora-targets q_proj, w1 names 'w1', but the linear layers of qwen3 are "),
         ({"model": "tiny"}, "--lora-rank = 8 trains adapters .*--model tiny is a preset with random ones"),
     ],
