@@ -162,7 +162,10 @@ class DeltaReallocation(Reallocation):
             operations, buffers = [], []
             arriving: dict[BoxPiece, Delta] = {}
             for peer, pieces in round_.receives.items():
-                sizes = [self._size(piece, count) for piece, count in zip(pieces, counts[peer], strict=True)]
+                sizes = [
+                    delta_size(piece.box.numel, plan.wire_dtype(piece.name).itemsize, count)[0]
+                    for piece, count in zip(pieces, counts[peer], strict=True)
+                ]
                 buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
                 operations += [dist.P2POp(dist.irecv, buffer, peer, self._group)] if len(buffer) else []
                 arriving |= zip(pieces, map(Delta, counts[peer], buffer.split(sizes)), strict=True)
@@ -221,9 +224,6 @@ class DeltaReallocation(Reallocation):
             peer: [next(counts[peer]) if _is_counted(piece) else piece.box.numel for piece in pieces]
             for peer, pieces in round_.receives.items()
         }
-
-    def _size(self, piece: BoxPiece, count: int) -> int:
-        return delta_size(piece.box.numel, self.plan.wire_dtype(piece.name).itemsize, count)[0]
 
     def _source(self, piece: BoxPiece) -> int:
         return self.plan.source(piece.name, self._rank, piece.box)
