@@ -96,7 +96,7 @@ def _only_with(option: str) -> OnlyWith:
 # Options that have an effect only beside another one: those that rlhf.py has, too, and others of train.py.
 ONLY_WITH = (
     OnlyWith(
-        ("lora_alpha", "lora_targets", "lora_merge", "lora_dropout", "lora_modules_to_save"),
+        ("lora_alpha", "lora_targets", "lora_merge", "lora_modules_to_save"),
         lambda c: c.lora_rank,
         "is an option of LoRA adapters, but --lora-rank is 0: set --lora-rank, or remove it",
     ),
@@ -144,7 +144,7 @@ _OF_TRAINING = (
     OnlyWith(("data_changed",), lambda c: c.resume, "continues a run with other data: give --resume, or remove it"),
 )
 # Keys of files of earlier versions, with the value that says what is always done now.
-_REMOVED = {"engine": "fsdp2", "lora_dora": False}
+_REMOVED = {"engine": "fsdp2", "lora_dora": False, "lora_dropout": 0.0}
 # Of two options that set the same, one may be given; one on the command line replaces the other of a file.
 EITHER = (("steps", "train_tokens"), ("batch_size", "global_batch_size"))
 
@@ -442,8 +442,6 @@ class _Training:
     """Most that --plan tune may cost, as a fraction of the run's time."""
     hardware: Annotated[str, arg(metavar="auto|NODE|PATH.json")] = "auto"
     """Hardware for --plan auto: detected, a known node type, or a file from `python -m usp calibrate`."""
-    lora_dropout: Fraction = 0.0
-    """Probability of an input of the adapters to be dropped in training; the same ones on any layout."""
     lora_modules_to_save: Annotated[str, arg(metavar="NAME,NAME,...", help_behavior_hint="(optional)")] = ""
     """Modules to train in full beside the adapters, and to write with them, such as embed_tokens,lm_head."""
     pp_schedule: Annotated[str, one_of(PP_SCHEDULES)] = "1f1b"

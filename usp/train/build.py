@@ -21,7 +21,6 @@ from usp.config import CommonConfig, TrainConfig
 from usp.fields import shared_values
 from usp.hf import models
 from usp.hf.compressors import compressors
-from usp.hf.dropout import CurrentTokens, tell_tokens
 from usp.hf.expert_parallel import RouterBalance, apply_ep
 from usp.hf.experts import expert_modules
 from usp.hf.float8 import apply_float8
@@ -289,8 +288,6 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
         apply_tiled_mlp(decoder_layers(model), recipe.mlp_tile, recipe.compile)
     if recipe.compile:
         compile_layers(decoder_layers(model), recipe.compile, _eager_modules(model, recipe), recipe.ac != "none")
-    if recipe.lora is not None and recipe.lora.dropout:
-        tell_tokens(decoder_layers(model), cast(CurrentTokens, model.token_dropout))
     if recipe.router_replay:
         replay_choices(model, mesh, recipe.tp_sequence_parallel)
     attention = cast(UnifiedSPAttention, model.unified_sp)

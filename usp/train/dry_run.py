@@ -204,8 +204,7 @@ def blank_batch(config: TrainConfig, mesh: ParallelMesh, data: Data = ONE_DOCUME
     """Return this rank's part of sequences of token 0."""
     ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
     boundaries = torch.tensor([data.boundaries(config.seq_len)] * config.batch_size, dtype=torch.int32)
-    batch = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
-    return batch | {"first_tokens": torch.arange(config.batch_size)}
+    return shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
 
 
 def label_state(stages: Sequence[CausalLMStage], engine: Engine | None, memory: LiveMemory) -> None:

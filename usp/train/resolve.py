@@ -157,16 +157,10 @@ def lora_of(config: CommonConfig, model: models.ModelConfig) -> Lora | None:
     if not config.lora_rank:
         return None
     from usp.hf.lora import Lora, adapted_part, frozen_ends, lora_targets, modules_to_save
-    from usp.hf.mixers import sharded_mixers
 
     lora = Lora(config.lora_rank, config.lora_alpha, lora_targets(model, config.lora_targets))
     if not isinstance(config, TrainConfig):
         return lora
-    if config.lora_dropout and sharded_mixers(models.empty_model(model)):
-        raise ValueError(
-            f"--lora-dropout {config.lora_dropout:g} is not supported for {model.model_type}, whose recurrent layers "
-            f"and convolutions compute their tokens in another order: remove it"
-        )
     saved = modules_to_save(model, config.lora_modules_to_save, lora.targets)
     if config.add_tokens and (ends := frozen_ends(model, saved)):
         raise ValueError(
@@ -174,7 +168,7 @@ def lora_of(config: CommonConfig, model: models.ModelConfig) -> Lora | None:
             f"{','.join(ends)}"
         )
     within = adapted_part(model)
-    return replace(lora, dropout=config.lora_dropout, seed=config.seed, saved=saved, within=within)
+    return replace(lora, saved=saved, within=within)
 
 
 def lora_problems(config: CommonConfig, model: models.ModelConfig) -> Iterator[str]:

@@ -187,8 +187,7 @@ class Trainer(TrainingLoop):
         self.mesh.agree(read, f"the data of step {number}")
         self.watchdog.progress(number, "training", long=self._began is not self.engine)
         rate = self.config.learning_rate * self.schedule.at(number)
-        first_tokens = self.config.seq_len * torch.tensor(batch.own, device=self.device)
-        inputs = batch.to(self.device) | {"first_tokens": first_tokens}
+        inputs = batch.to(self.device)
         self._attention_waited()  # what came before this step does not count
         failed = ""
         try:

@@ -193,8 +193,6 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
 def _recomputation(config: TrainConfig) -> Iterator[str]:
     if config.compile and config.ac == "selective":
         yield "--ac selective has no effect with --compile, whose graphs choose what to recompute: use --ac none"
-    if config.lora_dropout and config.mlp_tile:
-        yield "--lora-dropout needs all tokens of a layer at once, and --mlp-tile gives its MLP a part: remove one"
 
 
 def common_violations(config: CommonConfig) -> Iterator[str]:

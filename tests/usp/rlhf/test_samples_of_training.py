@@ -31,7 +31,7 @@ RUN = TrainConfig(seq_len=64, steps=3, warmup_steps=1, batch_size=4, adam_eps=1e
 RUN = replace(RUN, tokenizer="bytes", sample_every=2, sample_tokens=TOKENS, hang_timeout=0)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 u2": (4, {"sp_ulysses": 2, "batch_size": 2, "ac": "full"}),
-    "one, adapters": (1, {"lora_rank": 4, "lora_dropout": 0.2, "lora_merge": True, "zero": 0, "learning_rate": 0.3}),
+    "one, adapters": (1, {"lora_rank": 4, "lora_merge": True, "zero": 0, "learning_rate": 0.3}),
     "pp2 tp2, zero 1": (4, {"pp": 2, "tp": 2, "zero": 1, "micro_batches": 2}),
 }
 

@@ -80,7 +80,7 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...], dict[str, Any]]] = {
     "dp_replicate2 u2, zero 0, tied": (4, "llama-tied", ALL, {"dp_replicate": 2, "sp_ulysses": 2, "zero": 0}),
     "ep2 u2 r2": (4, "mixtral", ATTENTION, {"ep": 2, "sp_ulysses": 2, "sp_ring": 2, "ac": "full"}),
 }
-# Those that test_adapter_options.py has with dropout or modules that are trained in full.
+# Those that test_adapter_options.py has with modules that are trained in full.
 EXHAUSTIVE = ("dp2 r2, zero 3", "tp2 u2, zero 1", "pp2 tp2, zero 2", "ep2 u2 r2")
 
 

@@ -180,7 +180,6 @@ def train(config: TrainConfig, steps: int) -> list[tuple[float, float]]:
     for step in range(steps):
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         local = shard_batch(whole, mesh, config.sp_layout)
-        local["first_tokens"] = torch.arange(step * ROWS, (step + 1) * ROWS)[rows] * whole["input_ids"].shape[1]
         history.append(loss_and_norm(engine, mesh, local, config, config.learning_rate))
     return history
 
