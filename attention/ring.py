@@ -39,7 +39,6 @@ class RingProgram:
     kernel: Kernel
     launches: tuple[tuple[KernelLaunch, ...], ...]  # per step
     kv_index: Tensor | None = None  # the KV head of each query head where standard GQA grouping is wrong (heads.py)
-    dkv_dtype: torch.dtype | None = None  # of partial dK and dV in messages; None for the dtype of accumulation
     merged: Slices = ()  # joint queries: see `RingSchedule`
     by_group: tuple[RingProgram, ...] = ()  # of each group of heads; empty for a single one
 
@@ -51,7 +50,6 @@ class RingProgram:
         device: torch.device,
         dtype: torch.dtype,
         kv_index: tuple[int, ...] | None = None,
-        dkv_dtype: torch.dtype | None = None,
         kv_index_by_group: Sequence[tuple[int, ...] | None] = (),
     ) -> RingProgram:
         def on_device(heads: tuple[int, ...] | None) -> Tensor | None:
@@ -59,7 +57,7 @@ class RingProgram:
 
         launches = tuple(kernel.lower(step.tasks, device, dtype) for step in schedule.steps)
         steps = tuple(step.on(device) for step in schedule.steps)
-        program = RingProgram(steps, spec, kernel, launches, on_device(kv_index), dkv_dtype, schedule.merged)
+        program = RingProgram(steps, spec, kernel, launches, on_device(kv_index), schedule.merged)
         groups = tuple(replace(program, kv_index=on_device(each)) for each in kv_index_by_group)
         return replace(program, by_group=groups) if groups else program
 
@@ -245,7 +243,6 @@ class _GradientRing:
 
     def __init__(self, program: RingProgram, channel: Channel, k: Tensor, v: Tensor) -> None:
         self.steps, self.channel, self.index, self.like = program.steps, channel, -1, (k, v)
-        self.sent_dtype = program.dkv_dtype or accumulate_dtype(k.dtype)
         self.own = self.current = GradientSum(k), GradientSum(v)
         self.buffer: Tensor | None = None  # memory of the current sums, as it is sent; none for own tokens
         self.pending = Pending()
@@ -256,7 +253,7 @@ class _GradientRing:
         self.index += 1
         if self.index:
             k, v = self.like
-            self.buffer = self._empty(step.keys, accumulate_dtype(k.dtype))
+            self.buffer = self._empty(step.keys)
             dk, dv = _separated(self.buffer, k, v)
             self.current = GradientSum(k, dk), GradientSum(v, dv)
         return self.current
@@ -265,13 +262,13 @@ class _GradientRing:
         """Add received partial sums, then send this step's sums to the next rank that adds to them, or to the owner."""
         self._collect()
         following = self.steps[self.index + 1].grad_receive if self.index + 1 < len(self.steps) else ()
-        self.arriving = [(m, self._empty(m.tokens, self.sent_dtype), False) for m in following]
-        self.arriving += [(m, self._empty(m.tokens, self.sent_dtype), True) for m in step.grad_home]
+        self.arriving = [(m, self._empty(m.tokens), False) for m in following]
+        self.arriving += [(m, self._empty(m.tokens), True) for m in step.grad_home]
         sends = []
         if step.grad_send:
             assert self.buffer is not None
             _ = [each.total for each in self.current]  # zero where nothing was added
-            sends = [(m.peer, _packed(self.buffer, m).to(self.sent_dtype)) for m in step.grad_send]
+            sends = [(m.peer, _packed(self.buffer, m)) for m in step.grad_send]
         self.pending = self.channel.post(sends, [(m.peer, buffer) for m, buffer, _ in self.arriving])
 
     def finish(self) -> tuple[GradientSum, GradientSum]:
@@ -291,9 +288,9 @@ class _GradientRing:
                 _add(self.buffer, message, received)
         self.arriving = []
 
-    def _empty(self, tokens: int, dtype: torch.dtype) -> Tensor:
+    def _empty(self, tokens: int) -> Tensor:
         k, v = self.like
-        return k.new_empty(tokens, _features(k, v), dtype=dtype)
+        return k.new_empty(tokens, _features(k, v), dtype=accumulate_dtype(k.dtype))
 
 
 def _features(k: Tensor, v: Tensor) -> int:

@@ -42,7 +42,7 @@ class SparseProgram:
 
     first, last: (T,) the lowest and highest position that each query may see; last < first if there is none.
     slots: (B, sequence) the number of each position's token, where the ranks' tokens follow one another.
-    kv_index, dkv_dtype: as in `RingProgram`.
+    kv_index: as in `RingProgram`.
     heads: KV heads with indices of their own, each of which is a row, so that B x heads rows take the place of B; None
         if all heads share the indices.
     each, places: with heads, `HeadPlan.even_places`, the unused of which are zero; 0 and None if all are used.
@@ -56,7 +56,6 @@ class SparseProgram:
     last: Tensor
     slots: Tensor
     kv_index: Tensor | None = None
-    dkv_dtype: torch.dtype | None = None
     heads: tuple[int, ...] | None = None
     each: int = 0
     places: Tensor | None = None
@@ -70,7 +69,6 @@ class SparseProgram:
         rank: int,
         device: torch.device | str = "cpu",
         kv_index: tuple[int, ...] | None = None,
-        dkv_dtype: torch.dtype | None = None,
         heads: tuple[int, ...] | None = None,
         places: tuple[int, tuple[int, ...]] | None = None,
         block: int = 1,
@@ -99,7 +97,7 @@ class SparseProgram:
         lowest, highest = (torch.cat(x or [torch.empty(0)]).int().to(device) for x in (first, last))
         each, at = places or (0, None)
         index, even = (None if x is None else torch.tensor(x, device=device) for x in (kv_index, at))
-        options = index, dkv_dtype, heads, each, even, block
+        options = index, heads, each, even, block
         return SparseProgram(spec, layout.ring, rank, lowest, highest, slots.to(device), *options)
 
     def keys(self, indices: Tensor) -> Tensor:
@@ -240,7 +238,7 @@ class ChosenAttention(torch.autograd.Function):
         if kv_index is not None:
             grads = [x.new_zeros(k.shape[1], *x.shape[1:]).index_add_(0, kv_index, x) for x in grads]
         dk, dv = (x.transpose(0, 1) for x in grads)
-        dk, dv = _returned(dk, dv, choice, ctx.channel, program.dkv_dtype)
+        dk, dv = _returned(dk, dv, choice, ctx.channel)
         dsinks = None
         if sinks is not None:
             dsinks = -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum(0).to(sinks.dtype)
@@ -271,17 +269,15 @@ def _received(k: Tensor, v: Tensor, choice: KeyChoice, channel: Channel) -> tupl
     return keys.unflatten(1, k.shape[1:]), values.unflatten(1, v.shape[1:])
 
 
-def _returned(
-    dk: Tensor, dv: Tensor, choice: KeyChoice, channel: Channel, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
+def _returned(dk: Tensor, dv: Tensor, choice: KeyChoice, channel: Channel) -> tuple[Tensor, Tensor]:
     """Return the complete gradients (T, ...) of own keys and values, from those (M, ...) of own and received ones."""
     if channel.size == 1:
         return dk, dv
     tokens = len(dk) - sum(choice.received)
     sent = torch.cat([x[tokens:].flatten(1) for x in (dk, dv)], 1)
     with named("gradients of chosen keys and values"):
-        more = _exchange(sent if dtype is None else sent.to(dtype), choice.received, choice.sent, channel)
-    parts = more.to(dk.dtype).split([x[0].numel() for x in (dk, dv)], 1)
+        more = _exchange(sent, choice.received, choice.sent, channel)
+    parts = more.split([x[0].numel() for x in (dk, dv)], 1)
     first, second = (
         x[:tokens].contiguous().index_add_(0, choice.rows, part.unflatten(1, x.shape[1:]))
         for x, part in zip((dk, dv), parts, strict=True)

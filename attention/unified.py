@@ -138,15 +138,14 @@ class UnifiedPlan:
         dtype: torch.dtype,
         v_head_dim: int | None = None,
         lse: bool = False,
-        dkv_dtype: torch.dtype | None = None,
         indices: Tensor | None = None,
         weights: bool = False,
         block: int = 1,
     ) -> WireBytes:
         """Predict the bytes that this rank sends to others.
 
-        v_head_dim: that of v, None for `head_dim`. lse: the call returns lse, which has a gradient. dkv_dtype: of the
-        program. indices: (B, sequence, k) or (B, sequence, K, k), of all queries of the sequence, each of so many
+        v_head_dim: that of v, None for `head_dim`. lse: the call returns lse, which has a gradient.
+        indices: (B, sequence, k) or (B, sequence, K, k), of all queries of the sequence, each of so many
         consecutive keys as `block`. weights: the call returns theirs.
         """
         if not self.batch:
@@ -183,7 +182,7 @@ class UnifiedPlan:
             dout_to_heads=results * sum(map(heads.q_width, others)) * of_result,
             grads_to_seq=len(others) * inputs(mine),
             keys=keys_sent * per_token * size,
-            grads=grads_sent * per_token * (dkv_dtype or accumulate_dtype(dtype)).itemsize,
+            grads=grads_sent * per_token * exact,
             joint=sent * (v_head_dim + 1) * exact,
             joint_grads=sent * of_result,
             chosen=chosen,

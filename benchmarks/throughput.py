@@ -35,7 +35,7 @@ from usp.hf.stage import CausalLMStage
 from usp.losses import NextTokenLoss
 from usp.optimizers import AdamW
 from usp.parallel import ParallelDims, ParallelMesh, apply_fsdp
-from usp.train.engines.fsdp2 import Fsdp2Engine
+from usp.train.engine import Engine
 
 RANKS, ZERO, LEARNING_RATE, DECAY = 4, 3, 1e-3, 0.01
 PLAIN, ALST = "transformers + FSDP2", f"DeepSpeed ALST {deepspeed_alst.VERSION}"
@@ -83,7 +83,7 @@ def ours(size: Size, dims: ParallelDims) -> Step:
     stage = CausalLMStage(model, mesh, loss_chunk=2048)
     apply_fsdp(stage, mesh, decoder_layers(model), zero=ZERO)
     optimizer = AdamW(DECAY, (0.9, 0.999))
-    engine = Fsdp2Engine([stage], mesh, zero=ZERO, optimizer=optimizer)
+    engine = Engine([stage], mesh, zero=ZERO, optimizer=optimizer)
     share = size.rows // mesh.size("batch")
     rows = size.ids()[mesh.rank("batch") * share :][:share]
     batch = shard_batch({"input_ids": rows, "labels": rows}, mesh, layout="zigzag")

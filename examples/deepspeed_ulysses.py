@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from usp import apply_unified_sp, shard_batch
 from usp.losses import causal_lm_loss, global_token_count
 from usp.parallel import ParallelDims, ParallelMesh
 from usp.run.launch import leave
-from usp.train.engines.deepspeed import load_deepspeed
 
 VOCAB = 512
 
@@ -33,6 +33,24 @@ def batches(mesh: ParallelMesh, rows: int, seq_len: int) -> Iterator[dict[str, t
         yield {"input_ids": ids, "labels": ids}
 
 
+def load_deepspeed(device_type: str) -> Any:
+    """Import deepspeed for "cuda" or "cpu"; on a CPU, where it would compile collectives of its own, it uses gloo."""
+    import deepspeed
+
+    if device_type == "cpu":
+        from deepspeed.accelerator import set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        class GlooAccelerator(CPU_Accelerator):
+            """A CPU accelerator without operators that need compiling."""
+
+            def create_op_builder(self, op_name: str) -> None:
+                return None
+
+        set_accelerator(GlooAccelerator())
+    return deepspeed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ulysses", type=int, default=2, help="Ulysses degree")
@@ -44,7 +62,7 @@ def main() -> None:
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    deepspeed = load_deepspeed(device.type)  # like `import deepspeed`, but without its need for a C++ compiler on CPU
+    deepspeed = load_deepspeed(device.type)
     deepspeed.init_distributed("nccl" if cuda else "gloo")
     mesh = ParallelMesh.create(ParallelDims(ulysses=args.ulysses, ring=args.ring), device.type)
 

@@ -40,7 +40,6 @@ from usp.optimizers import OPTIMIZERS
 from usp.parallel import PP_SCHEDULES, SP_ORDERS, ZERO_STAGES, PipelineSchedule
 from usp.presets import PRESETS
 
-ENGINES = ("fsdp2", "deepspeed")
 AC_MODES = ("none", "selective", "attention-saved", "full")
 PLANS = ("none", "auto", "tune")
 CHOSEN = (  # what a plan sets, the options that save memory last
@@ -61,7 +60,7 @@ ROPE_SCALINGS = ("none", "yarn", "linear", "ntk")
 # them in a configuration file, and have no flags for them (`usp.commands.flags.parse`).
 UNPREDICTED = frozenset({
     "output", "log_every", "checkpoint_every", "keep_checkpoints", "resume", "hang_timeout", "wandb_project",
-    "export_dtype", "profile", "engine", "plan", "tune_budget", "hardware", "data", "data_field", "packing",
+    "export_dtype", "profile", "plan", "tune_budget", "hardware", "data", "data_field", "packing",
     "bad_rows", "train_on", "data_cache", "data_changed", "tokenizer", "bos", "parse_special_tokens", "chat_template",
     "eval_data", "eval_every", "steps", "train_tokens", "seed", "learning_rate", "lr_schedule", "lr_final",
     "lr_decay_steps", "warmup_steps", "weight_decay", "max_grad_norm", "lora_alpha", "lora_merge",
@@ -97,7 +96,7 @@ def _only_with(option: str) -> OnlyWith:
 # Options that have an effect only beside another one: those that rlhf.py has, too, and others of train.py.
 ONLY_WITH = (
     OnlyWith(
-        ("lora_alpha", "lora_targets", "lora_merge", "lora_dropout", "lora_modules_to_save"),
+        ("lora_alpha", "lora_targets", "lora_merge", "lora_modules_to_save"),
         lambda c: c.lora_rank,
         "is an option of LoRA adapters, but --lora-rank is 0: set --lora-rank, or remove it",
     ),
@@ -144,8 +143,19 @@ _OF_TRAINING = (
     ),
     OnlyWith(("data_changed",), lambda c: c.resume, "continues a run with other data: give --resume, or remove it"),
 )
+# Keys of files of earlier versions, with the value that says what is always done now.
+_REMOVED = {"engine": "fsdp2", "lora_dora": False, "lora_dropout": 0.0}
 # Of two options that set the same, one may be given; one on the command line replaces the other of a file.
 EITHER = (("steps", "train_tokens"), ("batch_size", "global_batch_size"))
+
+
+def without_removed(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a file without those of earlier versions. Raises ValueError for one that asked for what is
+    not done any more."""
+    for key, done in _REMOVED.items():
+        if mapping.get(key, done) != done:
+            raise ValueError(f"{key} = {mapping[key]!r} is gone, and only {done!r} is supported: remove the key")
+    return {key: value for key, value in mapping.items() if key not in _REMOVED}
 
 
 @dataclass(frozen=True)
@@ -432,16 +442,12 @@ class _Training:
     """Most that --plan tune may cost, as a fraction of the run's time."""
     hardware: Annotated[str, arg(metavar="auto|NODE|PATH.json")] = "auto"
     """Hardware for --plan auto: detected, a known node type, or a file from `python -m usp calibrate`."""
-    lora_dropout: Fraction = 0.0
-    """Probability of an input of the adapters to be dropped in training; the same ones on any layout."""
     lora_modules_to_save: Annotated[str, arg(metavar="NAME,NAME,...", help_behavior_hint="(optional)")] = ""
     """Modules to train in full beside the adapters, and to write with them, such as embed_tokens,lm_head."""
     pp_schedule: Annotated[str, one_of(PP_SCHEDULES)] = "1f1b"
     """Pipeline schedule. interleaved-1f1b and zero-bubble (torch 2.13) run two stages a rank, with smaller bubbles."""
     pp_stages_per_rank: AtLeast0 = 0
     """Stages on each rank, which interleaved-1f1b may have more of. 0: 1 for 1f1b, 2 for the other schedules."""
-    engine: Annotated[str, one_of(ENGINES)] = "fsdp2"
-    """Training engine: PyTorch FSDP2, or DeepSpeed (requires the deepspeed extra)."""
     ep_chunks: AtLeast0 = 0
     """Equal chunks of the experts of an --ep rank, whose messages overlap with the computation of other chunks. Results
     are the same. 0: the largest number up to 4 that divides them."""

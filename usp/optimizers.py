@@ -64,15 +64,11 @@ class AdamW:
     ) -> torch.optim.Optimizer:
         """Return the optimizer of `parameters`, among which `matrices` are those of the layers; AdamW, torch's fused
         one, needs neither these nor the mesh. Collective."""
-        from torch.distributed.tensor import DTensor
-
         groups: dict[float, dict[str, Any]] = {}
-        kind = torch.optim.AdamW  # itself for plain tensors: DeepSpeed takes no class that it does not know
         for parameter in parameters:
             decay = self.weight_decay if parameter.ndim >= 2 else 0.0
             groups.setdefault(decay, {"params": [], "weight_decay": decay})["params"].append(parameter)
-            kind = _LocalAdamW if isinstance(parameter, DTensor) else kind
-        return kind(list(groups.values()), betas=self.betas, eps=self.eps, fused=True)
+        return _LocalAdamW(list(groups.values()), betas=self.betas, eps=self.eps, fused=True)
 
     @classmethod
     def first_state(cls, parameter: Tensor, matrix: bool = False) -> dict[str, Tensor]:
@@ -311,8 +307,8 @@ class Optimizer:
     """All that is known of an optimizer.
 
     rule: reads it from a TrainConfig. options: the fields that it reads, besides weight_decay. help: of the flag.
-    engines: those that train with it; DeepSpeed's keeps AdamW's state. states: float32 numbers per parameter.
-    of_matrices: what is different for matrices; None: nothing. approximate: what formulas only estimate.
+    states: float32 numbers per parameter. of_matrices: what is different for matrices; None: nothing.
+    approximate: what formulas only estimate.
     only_on_device: why it cannot update weights on the host. refuses: yields what else it refuses of a TrainConfig.
     """
 
@@ -320,7 +316,6 @@ class Optimizer:
     rule: Callable[[Any], AdamW]
     options: tuple[str, ...]
     help: str = ""
-    engines: tuple[str, ...] = ("fsdp2",)
     states: int = 2
     of_matrices: OfMatrices | None = None
     approximate: str = ""
@@ -329,9 +324,6 @@ class Optimizer:
 
     def violations(self, config: Any) -> Iterator[str]:
         """Yield what a TrainConfig asks for that this optimizer does not support."""
-        if config.engine not in self.engines:
-            given = f"--optimizer = {self.name} is not supported by --engine {config.engine}"
-            yield f"{given}: remove it, or use --engine {self.engines[0]}"
         if self.only_on_device and config.optim_offload:
             yield f"--optimizer {self.name} {self.only_on_device}: --optim-offload needs --optimizer adamw"
         yield from self.refuses(config)
@@ -358,7 +350,7 @@ _ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 OPTIMIZERS: Mapping[str, Optimizer] = {
     each.name: each
     for each in (
-        Optimizer("adamw", AdamW.of, _ADAM, engines=("fsdp2", "deepspeed")),
+        Optimizer("adamw", AdamW.of, _ADAM),
         Optimizer(
             "adamw-bf16",
             HalfAdamW.of,

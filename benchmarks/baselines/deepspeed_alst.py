@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from usp.train.engines.deepspeed import load_deepspeed
+from examples.deepspeed_ulysses import load_deepspeed
 
 VERSION = "0.19.8"
 PATCHES = {

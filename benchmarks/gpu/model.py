@@ -125,5 +125,4 @@ def batch_of(
     ids = torch.randint(vocabulary, (1, config.seq_len), generator=torch.Generator().manual_seed(0))
     boundaries = torch.tensor([data.boundaries(config.seq_len)], dtype=torch.int32)
     batch = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
-    local = {key: x if key == "cu_seqlens" else x.to(device) for key, x in batch.items()}
-    return local | {"first_tokens": torch.arange(1)}
+    return {key: x if key == "cu_seqlens" else x.to(device) for key, x in batch.items()}

@@ -4,12 +4,9 @@ After an optimizer step most bfloat16 weights have the same bits as before. A se
 with what it sent last time, and sends the smallest of these; both sides know which from the number of changed elements:
 
     count = 0    nothing
-    index        positions in the piece, of 32 bits, or of 16 inside blocks of 65,536 elements; values
+    index        positions of 16 bits inside blocks of 65,536 elements, and how many are in each block; values
     mask         a bit per element; values of those that changed
     whole        all values
-
-Where counts and changes between two ranks in a round were as many bytes as all values, the next update sends these
-whole, without counts, and with a byte that says whether the one after it does.
 
     round n    encode | counts | payload ............. | apply
     round n+1                   encode | counts | payload ............. | apply
@@ -21,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +35,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 # Multiplied by eight bytes that are 0 or 1, the highest byte is their bits, first one lowest.
 _PACK = 0x0102040810204080
 
-Encoding = Literal["index32", "index16", "mask", "whole"]
-_Link: TypeAlias = tuple[str, int, int]  # from or to, round, other rank
+Encoding = Literal["nothing", "index", "mask", "whole"]
 
 
 class Delta(NamedTuple):
@@ -51,10 +47,11 @@ class Delta(NamedTuple):
 
 def delta_size(numel: int, itemsize: int, count: int) -> tuple[int, Encoding]:
     """Return the bytes of `count` changed elements of a piece, and in which encoding these are the fewest."""
+    if not count:
+        return 0, "nothing"
     blocks = -(-numel // _BLOCK)
     sizes: dict[Encoding, int] = {
-        "index32": count * (4 + itemsize),
-        "index16": count * (2 + itemsize) + (4 * blocks if blocks > 1 else 0),
+        "index": count * (2 + itemsize) + (4 * blocks if blocks > 1 else 0),
         "mask": -(-numel // 8) + count * itemsize,
         "whole": numel * itemsize,
     }
@@ -68,8 +65,8 @@ def encode(values: Tensor, before: Tensor) -> Delta:
     changed = values.view(kind) != before.view(kind)
     count, numel = int(changed.sum()), len(values)
     _, encoding = delta_size(numel, values.itemsize, count)
-    if encoding == "whole":
-        return Delta(count, values.view(torch.uint8))
+    if encoding in ("nothing", "whole"):
+        return Delta(count, values[: numel if count else 0].view(torch.uint8))
     if encoding == "mask":
         padded = torch.nn.functional.pad(changed, (0, -numel % 8))
         where = [((padded.view(torch.int64) * _PACK >> 56) & 255).to(torch.uint8)]
@@ -77,11 +74,8 @@ def encode(values: Tensor, before: Tensor) -> Delta:
     else:
         index = changed.nonzero().view(-1)
         content = values[index]
-        if encoding == "index32":
-            where = [index.to(torch.int32)]
-        else:
-            blocks = [torch.bincount(index // _BLOCK, minlength=-(-numel // _BLOCK)).to(torch.int32)]
-            where = [*(blocks if numel > _BLOCK else ()), (index % _BLOCK - _BLOCK // 2).to(torch.int16)]
+        blocks = [torch.bincount(index // _BLOCK, minlength=-(-numel // _BLOCK)).to(torch.int32)]
+        where = [*(blocks if numel > _BLOCK else ()), (index % _BLOCK - _BLOCK // 2).to(torch.int16)]
     return Delta(count, torch.cat([*(part.view(torch.uint8) for part in where), content.view(torch.uint8)]))
 
 
@@ -92,15 +86,12 @@ def apply(delta: Delta, part: Tensor, dtype: torch.dtype) -> None:
     assert len(content) == size
     if encoding == "whole":
         part.copy_(content.clone().view(dtype).view(part.shape))
-        return
-    if not count:
+    if encoding in ("nothing", "whole"):
         return
     where, values = content.split([size - count * dtype.itemsize, count * dtype.itemsize])
     if encoding == "mask":
         bits = (where.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=where.device)) & 1
         index = bits.view(-1)[:numel].nonzero().view(-1)
-    elif encoding == "index32":
-        index = where.clone().view(torch.int32).to(torch.int64)
     else:
         of_blocks, low = where.split([len(where) - 2 * count, 2 * count])
         index = low.clone().view(torch.int16).to(torch.int64) + _BLOCK // 2
@@ -127,7 +118,6 @@ class DeltaReallocation(Reallocation):
         self._times_sent = Counter(sent)
         self._onward = {piece for piece in sent if self._source(piece) == len(plan.layouts) - 1}
         self._references: dict[BoxPiece, Tensor] = {}
-        self._dense: set[_Link] = set()  # where the next update sends all values without counts
         self._filled = False
 
     def update(
@@ -163,45 +153,36 @@ class DeltaReallocation(Reallocation):
 
     @torch.no_grad()
     def _send_changes(self, held: Sequence[Mapping[str, Tensor]]) -> Traffic:
-        plan, ready, waiting = self.plan, dict[BoxPiece, Delta](), _Arriving([], [], {}, {})
-        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
+        plan, ready, waiting = self.plan, dict[BoxPiece, Delta](), _Arriving([], [], {})
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)  # all that some shares of a route have
         uses, nbytes = Counter(self._times_sent), Counter[str]()
-        for number, round_ in enumerate((*self._pieces, Round({}, {}))):  # after the last, what it brought is applied
+        for round_ in (*self._pieces, Round({}, {})):  # after the last, what it brought is applied
             deltas = {to: [self._delta(piece, held, ready, uses) for piece in ps] for to, ps in round_.sends.items()}
-            counts = self._exchange_counts(number, round_, deltas)
-            operations, buffers, flags = [], [], dict[_Link, Tensor]()
+            counts = self._exchange_counts(round_, deltas)
+            operations, buffers = [], []
             arriving: dict[BoxPiece, Delta] = {}
             for peer, pieces in round_.receives.items():
-                sizes = [self._size(piece, count) for piece, count in zip(pieces, counts[peer], strict=True)]
-                dense = (link := ("from", number, peer)) in self._dense
-                buffer = torch.empty(sum(sizes) + dense, dtype=torch.uint8, device=self._device)
+                sizes = [
+                    delta_size(piece.box.numel, plan.wire_dtype(piece.name).itemsize, count)[0]
+                    for piece, count in zip(pieces, counts[peer], strict=True)
+                ]
+                buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
                 operations += [dist.P2POp(dist.irecv, buffer, peer, self._group)] if len(buffer) else []
-                *contents, flags[link] = buffer.split([*sizes, int(dense)])
-                arriving |= zip(pieces, map(Delta, counts[peer], contents), strict=True)
-                nbytes["received"] += (size := len(buffer) + (0 if dense else 4 * sum(map(_is_counted, pieces))))
+                arriving |= zip(pieces, map(Delta, counts[peer], buffer.split(sizes)), strict=True)
+                nbytes["received"] += (size := len(buffer) + 4 * sum(map(_is_counted, pieces)))
                 nbytes["crossed"] += size if plan.host(peer) != plan.host(self._rank) else 0
-                if not dense and self._repeats(pieces, counts[peer]):
-                    self._dense.add(link)
             for peer, pieces in round_.sends.items():
-                dense = (link := ("to", number, peer)) in self._dense
-                contents = [delta.content for delta in deltas[peer]]
-                repeats = self._repeats(pieces, [delta.changed for delta in deltas[peer]])
-                if dense:
-                    contents = [self._values(piece, held).view(torch.uint8) for piece in pieces]
-                    contents.append(torch.tensor([repeats], dtype=torch.uint8, device=self._device))
-                buffer = torch.cat([nothing, *contents])
+                buffer = torch.cat([nothing, *(delta.content for delta in deltas[peer])])
                 operations += [dist.P2POp(dist.isend, buffer, peer, self._group)] if len(buffer) else []
-                nbytes["sent"] += len(buffer) + (0 if dense else 4 * sum(map(_is_counted, pieces)))
+                nbytes["sent"] += len(buffer) + 4 * sum(map(_is_counted, pieces))
                 buffers.append(buffer)
-                (self._dense.add if repeats else self._dense.discard)(link)
             posted = dist.batch_isend_irecv(operations) if operations else []
             for work in waiting.works:
                 work.wait()
             for piece, delta in waiting.deltas.items():
                 apply(delta, self._part(piece, -1, held), plan.wire_dtype(piece.name))
-            self._dense -= {link for link, flag in waiting.flags.items() if len(flag) and not flag.item()}
             ready |= {piece: delta for piece, delta in waiting.deltas.items() if piece in self._onward}
-            waiting = _Arriving(posted, buffers, arriving, flags)
+            waiting = _Arriving(posted, buffers, arriving)
         self._copy_kept(held)
         return self.traffic._replace(**{name: nbytes[name] for name in ("sent", "received", "crossed")})
 
@@ -226,36 +207,23 @@ class DeltaReallocation(Reallocation):
         uses[piece] -= 1
         return ready[piece] if uses[piece] else ready.pop(piece)
 
-    def _exchange_counts(
-        self, number: int, round_: Round, deltas: Mapping[int, Sequence[Delta]]
-    ) -> dict[int, list[int]]:
+    def _exchange_counts(self, round_: Round, deltas: Mapping[int, Sequence[Delta]]) -> dict[int, list[int]]:
         """Send the numbers of changed elements; return, by sender, those of the pieces that this rank receives."""
         operations, told = [], dict[int, Tensor]()
         for peer, pieces in round_.receives.items():
-            size = 0 if ("from", number, peer) in self._dense else sum(map(_is_counted, pieces))
-            told[peer] = torch.empty(size, dtype=torch.int32, device=self._device)
+            told[peer] = torch.empty(sum(map(_is_counted, pieces)), dtype=torch.int32, device=self._device)
             operations += [dist.P2POp(dist.irecv, told[peer], peer, self._group)] if len(told[peer]) else []
         for peer, pieces in round_.sends.items():
             of_pieces = [delta.changed for p, delta in zip(pieces, deltas[peer], strict=True) if _is_counted(p)]
-            of_pieces = [] if ("to", number, peer) in self._dense else of_pieces
             telling = torch.tensor(of_pieces, dtype=torch.int32, device=self._device)
             operations += [dist.P2POp(dist.isend, telling, peer, self._group)] if of_pieces else []
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         counts = {peer: iter(numbers.tolist()) for peer, numbers in told.items()}
         return {
-            peer: [next(counts[peer], piece.box.numel) if _is_counted(piece) else piece.box.numel for piece in pieces]
+            peer: [next(counts[peer]) if _is_counted(piece) else piece.box.numel for piece in pieces]
             for peer, pieces in round_.receives.items()
         }
-
-    def _size(self, piece: BoxPiece, count: int) -> int:
-        return delta_size(piece.box.numel, self.plan.wire_dtype(piece.name).itemsize, count)[0]
-
-    def _repeats(self, pieces: Sequence[BoxPiece], counts: Sequence[int]) -> bool:
-        """Return whether the counts and changes of pieces are as many bytes as all of their values."""
-        changes = sum(self._size(piece, count) for piece, count in zip(pieces, counts, strict=True))
-        told = 4 * sum(map(_is_counted, pieces))
-        return told > 0 and told + changes >= sum(self._size(piece, piece.box.numel) for piece in pieces)
 
     def _source(self, piece: BoxPiece) -> int:
         return self.plan.source(piece.name, self._rank, piece.box)
@@ -275,7 +243,6 @@ class _Arriving(NamedTuple):
     works: Sequence[dist.Work]
     sent: Sequence[Tensor]  # send buffers must outlive the transfer
     deltas: Mapping[BoxPiece, Delta]
-    flags: Mapping[_Link, Tensor]  # whether the next update sends all values too; empty where counts say it
 
 
 def _is_counted(piece: BoxPiece) -> bool:

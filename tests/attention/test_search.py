@@ -268,11 +268,6 @@ def kernel(of: random.Random, d: Draw) -> str:
 
 
 @field
-def dkv_dtype(of: random.Random, d: Draw) -> torch.dtype | None:
-    return d.dtype if of.random() < 0.3 else None
-
-
-@field
 def head_groups(of: random.Random, d: Draw) -> int | None:
     most = max(map((plan := HeadPlan(*d.heads, d.grid[1])).kv_width, range(plan.ulysses)))
     plain = d.of_itself and not d.indices[0] and not d.return_lse and d.mask_mod != "heads"
@@ -302,7 +297,7 @@ PLAIN = {
     "joint_strategy": "front", "joint_every": 0, "indices": ("", 0, 1), "return_weights": False, "causal": False,
     "window": None, "documents": (None, None, None), "chunk": None, "prefix_tree": None, "prefix": None,
     "mask_mod": None, "sinks": False, "softcap": None, "scale": None, "return_lse": False, "kernel": "auto",
-    "dkv_dtype": None, "head_groups": 1, "replayed": False, "heads_first": False, "tolerance": 1e-6,
+    "head_groups": 1, "replayed": False, "heads_first": False, "tolerance": 1e-6,
 }  # fmt: skip
 
 
@@ -487,7 +482,7 @@ def check(d: Draw, meshes: dict[Any, ParallelMesh]) -> list[str]:
         turned = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in leaves.items() if x.dim() == 4}
         leaves |= {name: x for name, x in turned.items() if name != "indices"}
     leaves = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in leaves.items()}
-    module = UnifiedSPAttention(mesh, d.layout, d.kernel, d.dkv_dtype, d.head_groups)
+    module = UnifiedSPAttention(mesh, d.layout, d.kernel, d.head_groups)
     joint = tuple(leaves.get(f"joint_{name}") for name in "qkv")
     options = {"softcap": d.softcap, "scale": d.scale, "sinks": leaves.get("sinks")}
     sparse = {"indices": leaves.get("indices"), "index_block": d.indices[2], "return_weights": d.return_weights}

@@ -52,7 +52,7 @@ def case(layout: str, heads: tuple[int, int, int, int], mask: str, block: int = 
     return made(tokens=SEQ_LEN, layout=layout, heads=heads[:2], head_dims=heads[2:], **MASKS[mask] | indices | fields)
 
 
-EXTRAS = {"sinks": True, "softcap": 3.0, "dkv_dtype": torch.float32, "return_weights": True}
+EXTRAS = {"sinks": True, "softcap": 3.0, "return_weights": True}
 DOUBLE = {"dtype": torch.float64, "tolerance": 1e-13}
 CASES = [
     case(layout, HEADS[(number + column) % 3], mask, **EXTRAS if number == column else {})

@@ -28,7 +28,7 @@ from usp.parallel import ParallelDims, ParallelMesh, expert
 from usp.predict.fake_world import HostMemory, fake_world, stand_ins
 from usp.rlhf.generation.generate import Generator
 from usp.rlhf.graph import Generate
-from usp.train.build import EngineRecipe, build_stages, fsdp2_engine
+from usp.train.build import EngineRecipe, build_stages, engine_over
 from usp.train.dry_run import blank_batch
 from usp.train.resolve import resolve
 from usp.train.validate import parallel_dims
@@ -91,7 +91,7 @@ def trained(model: str, world_size: int, fault: str = "", **flags: Any) -> list[
         with fake_gpu() as gpu:
             for stage in stages:
                 materialise(stage, torch.device(DEVICE))
-            engine = fsdp2_engine(stages, recipe, mesh)
+            engine = engine_over(stages, recipe, mesh)
             for _ in range(2):
                 batch = blank_batch(config, mesh)
                 local = {key: x if key == "cu_seqlens" else x.to(DEVICE) for key, x in batch.items()}

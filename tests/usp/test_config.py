@@ -146,8 +146,6 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
             1,
             ["--mlp-tile = 64 keeps no matrix products of MLPs", "--ac selective has no effect with --compile"],
         ),
-        ({"engine": "deepspeed", "optim_offload": True, "zero": 0}, 1, ["--optim-offload offloads what ZeRO shards"]),
-        ({"engine": "deepspeed", "compile": True}, 1, ["--compile is not supported by --engine deepspeed"]),
         ({"max_grad_norm": 0.0}, 1, ["--max-grad-norm = 0.0 must be positive; inf disables clipping"]),
     ],
 )

@@ -53,7 +53,7 @@ from usp.train.dry_run import dry_run
 from usp.train.resolve import job_of
 from usp.train.validate import violations
 
-for changes in ({"adam_eps": 1e-6}, {"muon_momentum": 0.5}, {"engine": "deepspeed"}, {"optimizer": "sign"}):
+for changes in ({"adam_eps": 1e-6}, {"muon_momentum": 0.5}, {"optimizer": "sign"}):
     print(*violations(TrainConfig(**{"optimizer": "signs"} | changes), 1, None), sep=" | ")
 config = TrainConfig(seq_len=256, device="cpu", optimizer="signs")
 memory = footprint(job_of(config, load_model_config("tiny"), 2), 0)
@@ -75,9 +75,8 @@ def test_no_other_file_names_an_optimizer() -> None:
 
 
 def test_what_an_optimizer_lacks_is_refused() -> None:
-    config = TrainConfig(optimizer="muon", optim_offload=True, engine="deepspeed")
+    config = TrainConfig(optimizer="muon", optim_offload=True)
     assert violations(config, 1, None) == [
-        "--optimizer = muon is not supported by --engine deepspeed: remove it, or use --engine fsdp2",
         "--optimizer muon multiplies matrices, slowly on the host: --optim-offload needs --optimizer adamw",
     ]
     assert not violations(TrainConfig(optimizer="muon", muon_momentum=0.5, adam_eps=1e-6), 1, None)
@@ -90,7 +89,6 @@ def test_a_new_optimizer_is_one_entry() -> None:
     assert run.stdout.splitlines() == [
         "--adam-eps = 1e-06 is an option of --optimizer adamw or adamw-bf16 or muon: remove it",
         "--muon-momentum = 0.5 is an option of --optimizer muon: remove it",
-        "--optimizer = signs is not supported by --engine deepspeed: remove it, or use --engine fsdp2",
         "--optimizer = 'sign' must be one of adamw, adamw-bf16, muon, signs (did you mean 'signs'?)",
         "True True",
     ]

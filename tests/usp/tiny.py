@@ -25,7 +25,7 @@ from usp.config import TrainConfig
 from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
 from usp.parallel import ParallelMesh
-from usp.train.engines.base import Engine
+from usp.train.engine import Engine
 from usp.train.step import backward, sum_over_ranks
 
 VOCAB, ROWS, SEQ_LEN, STEPS, MAX_NORM = 96, 4, 64, 10, 0.5

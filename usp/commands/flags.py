@@ -20,7 +20,7 @@ import tyro
 import yaml
 from tyro.conf import Fixed, Suppress, arg
 
-from usp.config import EITHER, TrainConfig
+from usp.config import EITHER, TrainConfig, without_removed
 from usp.fields import (
     CORPUS,
     NotNegative,
@@ -252,7 +252,7 @@ def read_config(path: str, kind: type[C]) -> tuple[C, frozenset[str]]:
     """Read a .yaml, .yml or .toml file into a `kind`, and return the fields that it gives, too. Raises
     ConfigurationError if that fails."""
     try:
-        mapping = _read_mapping(Path(path).expanduser())
+        mapping = without_removed(_read_mapping(Path(path).expanduser()))
         return config_from_mapping(mapping, kind), frozenset(str(key).replace("-", "_") for key in mapping)
     except FileNotFoundError as error:
         raise ConfigurationError(f"--config {path}: no such file") from error
@@ -323,7 +323,6 @@ class Command:
         end_with_launcher(launch)
         hide_import_warnings()
         set_library_defaults(launch, environ)
-        environ.setdefault("LOCAL_RANK", str(launch.local_rank))  # DeepSpeed reads it even without a launcher
         stop, error_file = StopRequest(), environ.get("TORCHELASTIC_ERROR_FILE")
         config: Any = self.config()
         mistake: ConfigurationError | None = None

@@ -260,14 +260,7 @@ class _Output:
             source=self._source,
             **held,
         )
-        content = asdict(manifest)
-        if not manifest.dropped:
-            del content["dropped"], content["why_dropped"]
-        if not manifest.unended:
-            del content["unended"]
-        if manifest.images is None:
-            del content["images"], content["image_bytes"]
-        store.write_json(self._folder / store.MANIFEST, content)
+        store.write_json(self._folder / store.MANIFEST, asdict(manifest))
         (self._folder / store.PROGRESS).unlink()
 
     def _save(self) -> None:

@@ -1,7 +1,7 @@
 """Everything that depends on transformers. Each file imports only earlier ones:
 
 mixers, prune, shrink, disk, experts, positions, indexers, compressors, probe, images, integrate, models, processors,
-tokenizers, expert_parallel, tensor_parallel, float8, weights, export, dropout, routers, stage, lora.
+tokenizers, expert_parallel, tensor_parallel, float8, weights, export, routers, stage, lora.
 """
 
 from importlib.metadata import version

@@ -20,7 +20,7 @@ p is a sum: with c and R of the whole step, the share of a rank's micro-batch is
 tokens / R). The shares sum to the loss and their gradients to its gradient, so no collective needs a backward.
 
 c of the step must be known before its first backward, so several micro-batches take a forward pass that only counts
-(`usp.train.engines.base`). Balancing each micro-batch on its own is cheaper and constrains the experts more:
+(`usp.train.passes`). Balancing each micro-batch on its own is cheaper and constrains the experts more:
 with few tokens it keeps them from specializing (arXiv 2501.11873).
 """
 

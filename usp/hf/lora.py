@@ -24,7 +24,6 @@ from usp.parallel.reallocation.boxes import Box, local_box, local_part
 from usp.parallel.tensor import add_low_rank, module_styles, shard_low_rank
 
 from .disk import DiskTensor, base_parameters, is_adapter, kept_names, persistent_buffers
-from .dropout import CurrentTokens, TokenDropout
 from .experts import expert_modules
 from .export import CONFIG, FilePlan, Held, part_violations, plan_tensors, write_folder
 from .models import empty_model, model_facts
@@ -58,7 +57,6 @@ class Lora:
 
     alpha: the update is scaled by alpha / rank.
     targets: last components of the names of the linears that get an adapter, from `lora_targets`.
-    dropout: probability of an element of their inputs to be dropped; seed: of its masks.
     saved: what is trained in full beside the adapters, from `modules_to_save`.
     within: the name of the only module whose linears get adapters, as the decoder of a vision-language model; "" for
         the whole model.
@@ -67,8 +65,6 @@ class Lora:
     rank: int
     alpha: int
     targets: tuple[str, ...]
-    dropout: float = 0.0
-    seed: int = 0
     saved: Saved | None = None
     within: str = ""
 
@@ -160,9 +156,8 @@ def apply_lora(
     """Freeze a model or a pipeline stage except `lora.saved`, and add adapters of `dtype` to its linears, in place.
 
     Call it after `apply_tp` and before FSDP; parameters may be on the meta device. Of a linear sharded over tp by
-    columns, lora_B is sharded alike and lora_A replicated; of one sharded by rows, the other way round. With dropout,
-    training needs `tell_tokens` with `model.token_dropout`, and the `first_tokens` of each batch. Raises ValueError for
-    a stage without any of the target linears, and for one that tp does not divide.
+    columns, lora_B is sharded alike and lora_A replicated; of one sharded by rows, the other way round. Raises
+    ValueError for a stage without any of the target linears, and for one that tp does not divide.
     """
     from peft import inject_adapter_in_model  # takes seconds to import
 
@@ -176,14 +171,11 @@ def apply_lora(
         )
     here = sorted({name.rpartition(".")[2] for name in linears})
     # Into the base model: in the whole one, peft looks for both ends of tied weights, which may be on two stages.
-    plain = replace(lora, dropout=0.0, saved=None, within="")
+    plain = replace(lora, saved=None, within="")
     inject_adapter_in_model(lora_config(plain, here), decoder(model), ADAPTER)
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             parameter.requires_grad_(bool(lora.saved and lora.saved.has(name)))
-    tokens = CurrentTokens()
-    if lora.dropout:
-        model.token_dropout = tokens  # type: ignore[assignment]
     for name in linears:
         adapted = cast(Any, model.get_submodule(name))
         base, down, up = adapted.base_layer, adapted.lora_A[ADAPTER], adapted.lora_B[ADAPTER]
@@ -192,12 +184,9 @@ def apply_lora(
         up.weight = nn.Parameter(torch.empty(base.out_features, lora.rank, dtype=dtype, device=base.weight.device))
         if tp > 1 and not isinstance(base.weight, DTensor):
             raise ValueError(f"tp={tp} does not divide {name}, so it cannot have an adapter: use other lora_targets")
-        style = styles.get(name, "replicated_with_grad_allreduce" if tp_sequence_parallel else "replicated")
         if tp > 1:
+            style = styles.get(name, "replicated_with_grad_allreduce" if tp_sequence_parallel else "replicated")
             shard_low_rank(down, up, mesh.parameter_mesh("tp"), style)
-        if lora.dropout:
-            shard = mesh.rank("tp") if style == "rowwise" else 0
-            adapted.lora_dropout[ADAPTER] = TokenDropout(lora.dropout, lora.seed, name, tokens, shard)
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -244,7 +233,6 @@ def lora_config(lora: Lora, targets: Sequence[str]) -> Any:
     return LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
         target_modules=rf"{re.escape(lora.within)}\..*\.({'|'.join(targets)})" if lora.within else list(targets),
         modules_to_save=list(lora.saved.modules) if lora.saved else None,
         task_type="CAUSAL_LM",

@@ -19,9 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from usp.losses import UNCHANGED, Head, LastHidden, LogitTransform
 from usp.parallel import ParallelMesh
-from usp.sp.sp_attention import UnifiedSPAttention
 
-from .dropout import numbers_of
 from .expert_parallel import RouterBalance
 from .integrate import run_layers
 from .prune import backbone, decoder, model_parts
@@ -70,7 +68,6 @@ class CausalLMStage(nn.Module):
         cu_seqlens: Tensor | None = None,
         prefix_tree: Tensor | None = None,
         real: Tensor | None = None,
-        first_tokens: Tensor | None = None,
         images: Mapping[str, Any] | None = None,
         routed_experts: Tensor | None = None,
         **inputs: Tensor,
@@ -86,8 +83,6 @@ class CausalLMStage(nn.Module):
             head: None to only run the layers.
             position_ids, cu_seqlens, prefix_tree: from `shard_batch`.
             real: (B, S) bool, False for padding, which does not count in `balance`; None: there is none.
-            first_tokens: (B,) int64, the number in the run of each row's first token; for dropout, which depends on
-                nothing else.
             images: from `image_inputs`.
             routed_experts: (B, S, W), see `replay_choices`.
             inputs: tensors for `head`, such as `shift_labels`.
@@ -100,9 +95,6 @@ class CausalLMStage(nn.Module):
         of_tokens: dict[str, Any] = {"position_ids": position_ids, "cu_seqlens": None, **documents}
         if routed_experts is not None:
             of_tokens["routed_experts"] = routed_experts
-        if self.training and first_tokens is not None and hasattr(self.model, "token_dropout"):
-            attention = cast(UnifiedSPAttention, self.model.unified_sp)
-            of_tokens["token_numbers"] = numbers_of(first_tokens, position_ids.shape[1], attention, cu_seqlens)
         hidden = run_layers(self.model, x, first=self.first, **of_tokens | dict(images or {}))
         if self.router_bias is not None:
             self.router_bias.close()

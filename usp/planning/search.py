@@ -148,7 +148,7 @@ def recomputations(config: TrainConfig, facts: ModelFacts) -> Iterator[TrainConf
     smallest = shardings(config)[0][-1]
     modes = AC_MODES if config.pp_schedule != "zero-bubble" else ("none",)
     for ac in (mode for mode in modes if not (config.compile and mode == "selective")):
-        tiled = local > MLP_TILE and not (facts.num_experts or config.lora_dropout) and ac not in ("none", "selective")
+        tiled = local > MLP_TILE and not facts.num_experts and ac not in ("none", "selective")
         for offload, tile in product((False, True)[: 1 + (ac != "none")], (0, MLP_TILE)[: 1 + tiled]):
             yield changed(smallest, ac=ac, ac_offload=offload, mlp_tile=tile)
 

@@ -115,7 +115,7 @@ def figures(report: StepReport) -> tuple[str, str, str]:
 def step_report(
     config: TrainConfig, world_size: int, hardware: Hardware, data: Callable[[ModelFacts], Data]
 ) -> StepReport:
-    """Predict a step by formulas, or else by dry runs; raise ConfigurationError as train.py does, and for DeepSpeed."""
+    """Predict a step by formulas, or else by dry runs; raise ConfigurationError as `job_of`."""
     model = trained_model(config, weights=False)
     facts = model_facts(config.model, model)
     found = data(facts)

@@ -114,7 +114,7 @@ ONE_DOCUMENT = Data()  # in each sequence, and routers that choose experts evenl
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that results for a job can be cached
 class Job:
-    """One optimizer step of `Fsdp2Engine`, or the forwards of one. Its ranks are those of its mesh, from 0; only links
+    """One optimizer step of an `Engine`, or the forwards of one. Its ranks are those of its mesh, from 0; only links
     between devices depend on the global ranks. The output of the last stage is the loss of train.py, the
     log-probability or the value of each token with a loss of these if the job is trained, or only a KV cache."""
 
@@ -157,7 +157,7 @@ class Job:
 
     @property
     def counts_choices(self) -> bool:
-        """Whether forwards without gradients count the routers' choices before the step (`usp.train.engines`)."""
+        """Whether forwards without gradients count the routers' choices before the step (`usp.train.passes`)."""
         return self.balance and self.config.router_balance == "step" and self.config.micro_batches > 1
 
     @cached_property

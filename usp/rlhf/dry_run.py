@@ -33,7 +33,7 @@ from usp.rlhf.plan.plan import OWN, optimizer_of
 from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.roles.rows import micro_batches, pack_lengths, plan_rows
 from usp.run.tables import GIB, Grid
-from usp.train.build import fsdp2_engine
+from usp.train.build import engine_over
 from usp.train.dry_run import GroupSent, counted, follow_step, label_state, sent_by_axis
 
 from .algorithms.objectives import NextToken
@@ -108,7 +108,7 @@ class _Blank(RoleModel):
     def allocate(self) -> None:
         materialise(self.stage, torch.device("cpu"))
         if self.trained:
-            self.engine = fsdp2_engine([self.stage], self._recipe, self.mesh)
+            self.engine = engine_over([self.stage], self._recipe, self.mesh)
 
     def _sums(self, metrics: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         return {"loss": 0.0}

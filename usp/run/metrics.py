@@ -58,7 +58,7 @@ class StepRecord:
     epoch: passes over the data so far; epochs: of a mixture, over each part by its path. loss and grad_norm are global,
     attention_sent_bytes (recurrent layers included) is the mean over ranks, as is attention_wait_seconds, the part of a
     step in which the computation waited for messages of attention, which are exposed; fsdp_sent_bytes (predicted; None
-    with DeepSpeed) and memory_bytes (peak so far) are this rank's, as is data_seconds, the part of `seconds` in which
+    with images) and memory_bytes (peak so far) are this rank's, as is data_seconds, the part of `seconds` in which
     it waited for its batch. eval_loss and eval_perplexity are of the held-out data after the step; None where it was
     not evaluated. eval_loss_by_position is that loss by the last position of a range, each twice as long as the one
     before; its numbers are "eval_loss_by_position/1024" and so on. Of several held-out sets, these are of the first;

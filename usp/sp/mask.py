@@ -134,7 +134,6 @@ class AttentionPlan:
     unified: UnifiedPlan
     made_for: dict[str, Any]
     of_itself: bool
-    dkv_dtype: torch.dtype | None
 
     def wire_bytes(
         self, dtype: torch.dtype, v_head_dim: int | None = None, lse: bool = False, **sparse: Any
@@ -142,4 +141,4 @@ class AttentionPlan:
         """Predict the bytes that this rank sends in the forward and backward of a call. v_head_dim: that of v, None for
         that of q and k. lse: with lse, and its gradient. sparse: `indices`, `weights` and `block` of
         `UnifiedPlan.wire_bytes`."""
-        return self.unified.wire_bytes(self.made_for["q"][3], dtype, v_head_dim, lse, self.dkv_dtype, **sparse)
+        return self.unified.wire_bytes(self.made_for["q"][3], dtype, v_head_dim, lse, **sparse)

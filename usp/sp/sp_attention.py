@@ -83,8 +83,6 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             `shard_batch`. balanced divides packed documents so that ranks have equal work under a causal mask, or under
             those of layers whose windows the name has; auto takes it for rows that zigzag would divide unevenly.
         kernel: auto, or one of `usp.attention.KERNEL_NAMES`.
-        dkv_dtype: of the partial gradients of k and v that travel the ring: that of k and v, with which half-precision
-            messages are half as large and each hop rounds; None for float32 (float64 for float64).
         head_groups: in how many groups of a rank's KV heads, with their query heads, q, k and v are exchanged over the
             ulysses axis: while a group computes, the next one arrives and the previous one's results leave, in both
             passes. A rank sends the same bytes in head_groups times as many messages. None for what
@@ -99,7 +97,6 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         mesh: ParallelMesh | DeviceMesh,
         layout: str = "zigzag",
         kernel: str = "auto",
-        dkv_dtype: torch.dtype | None = None,
         head_groups: int | None = None,
     ) -> None:
         super().__init__()
@@ -110,7 +107,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             raise ValueError(
                 f"head_groups={head_groups} must be at least 1, and 1 for ulysses=1, which exchanges no heads"
             )
-        self.dkv_dtype, self.head_groups = dkv_dtype, head_groups
+        self.head_groups = head_groups
         self._ulysses, self._ring = Channel(self.axes.ulysses_group), Channel(self.axes.ring_group)
         # Calls repeat from layer to layer and, without documents, from step to step.
         self._plans, self._programs = lru_cache(maxsize=16)(self._plan), lru_cache(maxsize=16)(self._lower)
@@ -205,7 +202,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedSPAttention:
         """Share the process groups, which cannot be copied."""
-        return UnifiedSPAttention(self._mesh, self.layout, self.kernel, self.dkv_dtype, self.head_groups)
+        return UnifiedSPAttention(self._mesh, self.layout, self.kernel, self.head_groups)
 
     @property
     def ranks(self) -> int:
@@ -250,7 +247,7 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         ranks = self.axes.ring_rank, self.axes.ulysses_rank
         unified = UnifiedPlan.make(layout, spec, heads, q[0], *ranks, key_layout)
         made_for = self._sizes(q, k, of_joint)
-        return AttentionPlan(unified, made_for, unified.of_itself and not by_head, self.dkv_dtype)
+        return AttentionPlan(unified, made_for, unified.of_itself and not by_head)
 
     def _sizes(self, q: torch.Size, k: torch.Size | None, joint: Joint | None) -> dict[str, Any]:
         """Return what a plan is made for, beside its mask."""
@@ -266,8 +263,6 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         plan = self._plan_of(mask, call, of_joint)
         q, dtype, device = call.shapes[0]  # type: ignore[misc]
         v_head_dim = next(x[0][3] for x in (call.shapes[2], call.shapes[5]) if x is not None)
-        if self.dkv_dtype not in (None, dtype, accumulate_dtype(dtype)):
-            raise ValueError(f"dkv_dtype={self.dkv_dtype} must be {dtype}, the dtype of k and v, or None")
         spec = replace(plan.unified.spec, scale=call.scale, softcap=call.softcap)
         heads = self._in_groups(plan.unified.heads, plan.of_itself and not (call.sparse or call.return_lse))
         unified = replace(plan.unified, spec=spec, heads=heads)
@@ -283,8 +278,8 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
             groups = choose_head_groups(here, unified, kernel, *sizes, exchanging, dist.get_world_size())
             unified = replace(unified, heads=(heads := replace(heads, groups=groups)))
         by_group = [each.kv_index(unified.ulysses_rank) for each in heads.by_group] if heads.groups > 1 else ()
-        program = RingProgram.lower(unified.ring, spec, kernel, device, dtype, kv_index, self.dkv_dtype, by_group)
-        of_kernel = q[3], v_head_dim, str(dtype), kernel.name, self.dkv_dtype
+        program = RingProgram.lower(unified.ring, spec, kernel, device, dtype, kv_index, by_group)
+        of_kernel = q[3], v_head_dim, str(dtype), kernel.name
         self.axes.agree((unified.layout, unified.key_layout, spec, heads, unified.batch, *of_kernel), CALL)
         self._log(logging.INFO, choice)
         for warning in (slow, *ulysses_violations(heads.num_heads, heads.ulysses)):
@@ -333,12 +328,12 @@ class UnifiedSPAttention(StepKeeper, nn.Module):
         if self.kernel != "auto":
             raise ValueError(f"kernel={self.kernel!r} cannot attend to indices: use kernel='auto'")
         *by_head, _, block = described[-1]
-        options: Any = device, kv_index, self.dkv_dtype, None, None, block
+        options: Any = device, kv_index, None, None, block
         if by_head:
-            options = device, None, self.dkv_dtype, plan.sparse_heads, plan.heads.even_places(plan.ulysses_rank), block
+            options = device, None, plan.sparse_heads, plan.heads.even_places(plan.ulysses_rank), block
         program = SparseProgram.of(plan.layout, plan.spec, plan.batch, plan.ring.rank, *options)
         self.kernels.add("gather")
-        call = (plan.layout, plan.spec, plan.heads, plan.batch, *map(str, described), self.dkv_dtype)
+        call = (plan.layout, plan.spec, plan.heads, plan.batch, *map(str, described))
         self.axes.agree(call, CALL)
         self._log(logging.INFO, GATHER)
         return program

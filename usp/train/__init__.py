@@ -1,4 +1,4 @@
 """One training run: checks, the engine, the loop, and checkpoints to resume from. Each file imports only earlier ones:
 
-checkpoints, engines, validate, resolve, step, build, loop, prepare, dry_run, summary, tuning, trainer.
+checkpoints, passes, engine, validate, resolve, step, build, loop, prepare, dry_run, summary, tuning, trainer.
 """

@@ -21,7 +21,6 @@ from usp.config import CommonConfig, TrainConfig
 from usp.fields import shared_values
 from usp.hf import models
 from usp.hf.compressors import compressors
-from usp.hf.dropout import CurrentTokens, tell_tokens
 from usp.hf.expert_parallel import RouterBalance, apply_ep
 from usp.hf.experts import expert_modules
 from usp.hf.float8 import apply_float8
@@ -58,9 +57,8 @@ from usp.presets import PRESETS
 from usp.sp.in_order import SequenceOrder
 from usp.sp.sp_attention import UnifiedSPAttention
 
-from .engines.base import Engine, PipelineRunner
-from .engines.deepspeed import DeepSpeedEngine
-from .engines.fsdp2 import Fsdp2Engine
+from .engine import Engine
+from .passes import PipelineRunner
 from .resolve import lora_of
 
 
@@ -87,7 +85,6 @@ class EngineRecipe:
     dtype: torch.dtype
     zero: int | None
     optimizer: AdamW | None
-    engine: str = "fsdp2"
     pipeline: PipelineSchedule = ONE_STAGE
     sp_layout: str = "zigzag"
     kernel: str = "auto"
@@ -141,26 +138,15 @@ def build_engine(
     """
     stages = build_stages(recipe, mesh)
     for stage in stages:
-        on_host = recipe.optim_offload and recipe.engine == "fsdp2"  # DeepSpeed moves what it offloads itself
-        models.materialise(stage, device, parameters=torch.device("cpu") if on_host else device)
+        models.materialise(stage, device, parameters=torch.device("cpu") if recipe.optim_offload else device)
         fill(stage)
-    if recipe.engine == "fsdp2":
-        return fsdp2_engine(stages, recipe, mesh)
-    assert recipe.optimizer is not None and recipe.zero is not None
-    return DeepSpeedEngine(
-        stages,
-        mesh,
-        zero=recipe.zero,
-        optimizer=recipe.optimizer,
-        param_dtype=recipe.dtype,
-        offload=recipe.optim_offload,
-    )
+    return engine_over(stages, recipe, mesh)
 
 
 def build_stages(recipe: EngineRecipe, mesh: ParallelMesh) -> list[CausalLMStage]:
-    """Build this rank's stages on the meta device, sharded where FSDP2 does that. Raises as `build_engine`."""
+    """Build this rank's stages on the meta device, sharded. Raises as `build_engine`."""
     stages = [_build_stage(i, recipe, mesh) for i in rank_stages(recipe.pipeline, mesh.size("pp"), mesh.rank("pp"))]
-    if recipe.engine == "fsdp2" and recipe.zero is not None:
+    if recipe.zero is not None:
         for stage in stages:
             layers = [*encoder_blocks(stage.model), *decoder_layers(stage.model)]
             experts = expert_modules(stage.model)
@@ -176,7 +162,7 @@ def build_stages(recipe: EngineRecipe, mesh: ParallelMesh) -> list[CausalLMStage
     return stages
 
 
-def fsdp2_engine(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: ParallelMesh) -> Fsdp2Engine:
+def engine_over(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: ParallelMesh) -> Engine:
     """Return the engine that trains stages from `build_stages`, which have memory."""
     assert recipe.optimizer is not None and recipe.zero is not None
     pipeline = None
@@ -192,20 +178,18 @@ def fsdp2_engine(stages: Sequence[CausalLMStage], recipe: EngineRecipe, mesh: Pa
             num_experts=models.model_facts("", recipe.model).num_experts if recipe.balance else 0,
         )
     gather = recipe.fp8 == "tensor"
-    return Fsdp2Engine(
-        stages, mesh, zero=recipe.zero, optimizer=recipe.optimizer, pipeline=pipeline, float8_gather=gather
-    )
+    return Engine(stages, mesh, zero=recipe.zero, optimizer=recipe.optimizer, pipeline=pipeline, float8_gather=gather)
 
 
 def moved_engine(
-    engine: Fsdp2Engine,
+    engine: Engine,
     recipe: EngineRecipe,
     mesh: ParallelMesh,
     device: torch.device,
     fill: Callable[[CausalLMStage], None],
     groups: ProcessGroups,
     ranks_per_host: int,
-) -> Fsdp2Engine:
+) -> Engine:
     """Build an engine for another layout with the weights and optimizer states of `engine`, which it uses up.
 
     Where every rank holds the same parts as before, as with other degrees of dp_shard, ring and ulysses of the same
@@ -229,7 +213,7 @@ def moved_engine(
             models.materialise(stage, device)
             if not stays:
                 fill(stage)
-        moved = fsdp2_engine(stages, recipe, mesh)
+        moved = engine_over(stages, recipe, mesh)
         if not stays:
             held, wanted = engine.state(), moved.state()
     except torch.OutOfMemoryError as error:
@@ -304,8 +288,6 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
         apply_tiled_mlp(decoder_layers(model), recipe.mlp_tile, recipe.compile)
     if recipe.compile:
         compile_layers(decoder_layers(model), recipe.compile, _eager_modules(model, recipe), recipe.ac != "none")
-    if recipe.lora is not None and recipe.lora.dropout:
-        tell_tokens(decoder_layers(model), cast(CurrentTokens, model.token_dropout))
     if recipe.router_replay:
         replay_choices(model, mesh, recipe.tp_sequence_parallel)
     attention = cast(UnifiedSPAttention, model.unified_sp)

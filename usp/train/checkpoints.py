@@ -110,7 +110,7 @@ def resume_violations(
     """Return why a run of `config` with the model configuration `model` cannot continue `saved`, one message each.
 
     finished_too: as in `Start`.
-    Layout, world size, engine, batch and schedule may differ. Data, seq_len and seed must not:
+    Layout, world size, batch and schedule may differ. Data, seq_len and seed must not:
     `BatchStream.load_state_dict` checks them. Of a stage of the curriculum that has ended, what it read must not.
     """
     problems = []

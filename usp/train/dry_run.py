@@ -33,9 +33,9 @@ from usp.run.launch import computation_dtype
 from usp.run.metrics import count, peak_memory
 from usp.run.tables import GIB, Grid
 from usp.sp.sequence import shard_batch
-from usp.train.engines.fsdp2 import Fsdp2Engine
 
-from .build import EngineRecipe, build_stages, fsdp2_engine
+from .build import EngineRecipe, build_stages, engine_over
+from .engine import Engine
 from .resolve import resolve
 from .step import backward
 from .validate import parallel_dims
@@ -96,8 +96,8 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
     memory held by streams and allocator overhead are not seen. Compiled layers run eagerly: dense ones without
     recomputation as with `--ac selective`, which saves as much; the others save no less than compiled ones.
 
-    Raise ConfigurationError for configurations that train.py refuses without looking at data or machine, for DeepSpeed,
-    and for a rank outside of the world; RuntimeError in a process that has a default process group.
+    Raise ConfigurationError for configurations that train.py refuses without looking at data or machine, and
+    for a rank outside of the world; RuntimeError in a process that has a default process group.
     """
     started = time.perf_counter()
     config, model_config, kernel, counted_as = _checked(config, world_size, rank)
@@ -116,7 +116,7 @@ def dry_run(config: TrainConfig, world_size: int, rank: int = 0, data: Data = ON
         with counted(meter):
             for stage in stages:
                 materialise(stage, torch.device("cpu"))
-            engine = fsdp2_engine(stages, recipe, mesh)
+            engine = engine_over(stages, recipe, mesh)
             label_state(engine.stages, engine, meter.memory)
             if config.optim_offload:
                 offload_state(engine, meter.memory)
@@ -164,8 +164,6 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
     problems = []
     if not 0 <= rank < world_size:
         problems.append(f"--rank = {rank} must be one of the {world_size} ranks: 0 to {world_size - 1}")
-    if config.engine == "deepspeed":
-        problems.append("--engine deepspeed has no dry run: use --engine fsdp2")
     if config.fp8 == "mx" and not config.emulates_float8:
         problems.append("--fp8 mx has no dry run, since torchao's kernels exist only on their GPUs: give --fp8-emulate")
     resolved = resolve(config, world_size, weights=False)
@@ -182,7 +180,7 @@ def _checked(config: TrainConfig, world_size: int, rank: int) -> tuple[TrainConf
     return config, model_config, kernel, "selective" if lean and not facts.formula_violation else config.ac
 
 
-def follow_step(stages: Sequence[CausalLMStage], engine: Fsdp2Engine | None, meter: StepMeter) -> None:
+def follow_step(stages: Sequence[CausalLMStage], engine: Engine | None, meter: StepMeter) -> None:
     """Label what the stages' forwards allocate for their backwards, and the gradients before the optimizer's step; know
     the experts that routers look up."""
     memory = meter.memory
@@ -209,11 +207,10 @@ def blank_batch(config: TrainConfig, mesh: ParallelMesh, data: Data = ONE_DOCUME
     """Return this rank's part of sequences of token 0."""
     ids = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
     boundaries = torch.tensor([data.boundaries(config.seq_len)] * config.batch_size, dtype=torch.int32)
-    batch = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
-    return batch | {"first_tokens": torch.arange(config.batch_size)}
+    return shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=config.sp_layout)
 
 
-def label_state(stages: Sequence[CausalLMStage], engine: Fsdp2Engine | None, memory: LiveMemory) -> None:
+def label_state(stages: Sequence[CausalLMStage], engine: Engine | None, memory: LiveMemory) -> None:
     """Label the parameters of the stages, and the optimizer's states, which a run has from its first step on."""
     state = {} if engine is None else engine.state()
     memory.label((local_tensor(x) for name, x in state.items() if name.startswith("optimizer.")), OPTIMIZER)
@@ -221,7 +218,7 @@ def label_state(stages: Sequence[CausalLMStage], engine: Fsdp2Engine | None, mem
         memory.label((local_tensor(x) for x in (*stage.parameters(), *stage.buffers())), PARAMETERS)
 
 
-def offload_state(engine: Fsdp2Engine, memory: LiveMemory) -> None:
+def offload_state(engine: Engine, memory: LiveMemory) -> None:
     """Count weights and optimizer states as host memory, and gradients from when FSDP2 moves them there."""
     memory.offload(local_tensor(x) for name, x in engine.state().items() if name.startswith("optimizer."))
     memory.offload(local_tensor(parameter) for stage in engine.stages for parameter in stage.parameters())

@@ -184,7 +184,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         kernel_choice = prologue.choose_kernel(facts)
         prologue.check_vocabulary(f"--model {facts.name}", facts.vocab_size)
     prologue.check_frozen_weights("give a directory with a trained model")
-    problems += [*_deepspeed_problems(config, prologue.dtype), *_float8_problems(config, device)]
+    problems += _float8_problems(config, device)
     named = dict(attempt(lambda: parse_named(config.eval_data)) or ())
     held_out = attempt(lambda: {name: find_data(path, name="eval_data") for name, path in named.items()}) or {}
     data = attempt(lambda: _find_all(config, held_out))
@@ -248,13 +248,6 @@ def _placed(prepared: PreparedRun, staged: Callable[[tuple[int, int]], Iterable[
             raise ValueError(f"{error}: use the same as before, or --data-changed to begin a new epoch") from error
         return replace(prepared, stages=tuple(staged((saved.step, saved.stream["epoch"] + 1))))
     return prepared
-
-
-def _deepspeed_problems(config: TrainConfig, dtype: torch.dtype) -> Iterator[str]:
-    if config.engine == "deepspeed" and find_spec("deepspeed") is None:
-        yield "--engine deepspeed needs the package deepspeed: pip install 'usp-toolkit[deepspeed]'"
-    elif config.engine == "deepspeed" and config.zero == 0 and dtype == torch.bfloat16:
-        yield "--engine deepspeed --zero 0 accumulates gradients in bfloat16: use --zero 1, or --dtype float32"
 
 
 def _float8_problems(config: TrainConfig, device: torch.device | None) -> Iterator[str]:

@@ -157,16 +157,10 @@ def lora_of(config: CommonConfig, model: models.ModelConfig) -> Lora | None:
     if not config.lora_rank:
         return None
     from usp.hf.lora import Lora, adapted_part, frozen_ends, lora_targets, modules_to_save
-    from usp.hf.mixers import sharded_mixers
 
     lora = Lora(config.lora_rank, config.lora_alpha, lora_targets(model, config.lora_targets))
     if not isinstance(config, TrainConfig):
         return lora
-    if config.lora_dropout and sharded_mixers(models.empty_model(model)):
-        raise ValueError(
-            f"--lora-dropout {config.lora_dropout:g} is not supported for {model.model_type}, whose recurrent layers "
-            f"and convolutions compute their tokens in another order: remove it"
-        )
     saved = modules_to_save(model, config.lora_modules_to_save, lora.targets)
     if config.add_tokens and (ends := frozen_ends(model, saved)):
         raise ValueError(
@@ -174,7 +168,7 @@ def lora_of(config: CommonConfig, model: models.ModelConfig) -> Lora | None:
             f"{','.join(ends)}"
         )
     within = adapted_part(model)
-    return replace(lora, dropout=config.lora_dropout, seed=config.seed, saved=saved, within=within)
+    return replace(lora, saved=saved, within=within)
 
 
 def lora_problems(config: CommonConfig, model: models.ModelConfig) -> Iterator[str]:
@@ -211,7 +205,7 @@ def image_problems(config: TrainConfig, model: models.ModelConfig) -> Iterator[s
     for name in ("tp", "pp", "ep"):
         if (degree := getattr(config, name)) > 1:
             yield f"{flag(name)} = {degree}: {given}: use {flag(name)} 1, with --sp-ring, --sp-ulysses and --dp-shard"
-    for name, off in (("engine", "fsdp2"), ("compile", False), ("fp8", "none"), ("sample_every", 0)):
+    for name, off in (("compile", False), ("fp8", "none"), ("sample_every", 0)):
         if (value := getattr(config, name)) != off:
             yield f"{flag(name)} {value} is not supported for a vision-language model: use {flag(name)} {off}"
     if config.packing == "cut":
@@ -262,11 +256,10 @@ def job_of(
 
     model: the shapes of `model_config`, if the caller has them.
 
-    Raises ConfigurationError for configurations that train.py refuses, and for DeepSpeed.
+    Raises ConfigurationError for configurations that train.py refuses, and for models that see images.
     """
-    refused = ["--engine = deepspeed is not modelled: use --engine fsdp2"] if config.engine == "deepspeed" else []
-    if sees_images(model_config):
-        refused.append(f"--model = {config.model} has an encoder of images, which is not modelled")
+    images = f"--model = {config.model} has an encoder of images, which is not modelled"
+    refused = [images] if sees_images(model_config) else []
     resolved = resolve(config, world_size, model_config)
     _, model_config, _, _ = resolved.valid(refused)
     config, dims = resolved.largest.config, resolved.largest.dims

@@ -20,7 +20,7 @@ from usp.losses import LastHidden, NextTokenLoss, global_token_count
 from usp.parallel import ParallelMesh
 from usp.sp.sequence import IGNORED_LABEL, SpAxes, split_rows
 
-from .engines.base import Engine
+from .engine import Engine
 
 FIRST = 16  # tokens before a target, at most, in the first range of positions
 POSITION = "position"
@@ -63,8 +63,7 @@ def backward(
     """Compute the gradients of next-token training; return this rank's share of the loss, see `Engine`. Collective.
 
     Args:
-        batch: this rank's part of the global batch, as `shard_batch` and `Batch.to` return it; for dropout, also
-            `first_tokens`, as in `CausalLMStage`.
+        batch: this rank's part of the global batch, as `shard_batch` and `Batch.to` return it.
         images: of each micro-batch; none without images in the global batch.
     """
     tokens = max(1, int(global_token_count(batch["shift_labels"], mesh)))  # with chats, a batch may have no target

@@ -57,7 +57,6 @@ from usp.run.watchdog import Watchdog
 
 from . import checkpoints
 from .build import EngineRecipe, build_engine, first_weights, moved_engine, resumed_weights
-from .engines.fsdp2 import Fsdp2Engine
 from .loop import TrainingLoop
 from .prepare import PreparedRun, PreparedStage, prepare
 from .step import Evaluations, HeldOutLoss, LearningRate, backward, held_out_loss, part_of, perplexity, sum_over_ranks
@@ -188,8 +187,7 @@ class Trainer(TrainingLoop):
         self.mesh.agree(read, f"the data of step {number}")
         self.watchdog.progress(number, "training", long=self._began is not self.engine)
         rate = self.config.learning_rate * self.schedule.at(number)
-        first_tokens = self.config.seq_len * torch.tensor(batch.own, device=self.device)
-        inputs = batch.to(self.device) | {"first_tokens": first_tokens}
+        inputs = batch.to(self.device)
         self._attention_waited()  # what came before this step does not count
         failed = ""
         try:
@@ -445,7 +443,6 @@ class Trainer(TrainingLoop):
         OutOfMemoryError on every rank, and goes on as before."""
         if _built(stage) != _built(self.stage):
             self.watchdog.progress(self.done + 1, "moving to another layout", long=True)
-            assert isinstance(self.engine, Fsdp2Engine)
             if stage.dims not in self.meshes:
                 self.meshes[stage.dims] = ParallelMesh.create(stage.dims, self.device.type, groups=self.groups)
             mesh, config, model = self.meshes[stage.dims], stage.config, self.prepared.model_config

@@ -16,16 +16,11 @@ from typing import Any, cast
 import torch
 
 from usp.config import PLANS, CommonConfig, TrainConfig, by_stage
-from usp.fields import as_given, changed_ones, flag, shared_values, value_violations
+from usp.fields import changed_ones, flag, shared_values, value_violations
 from usp.model.facts import FLOAT8_DIMS, ModelFacts, ep_violations, pp_violations, tp_violations
 from usp.optimizers import OPTIMIZERS
 from usp.parallel import ParallelDims, PipelineSchedule, Violation, divisors, violation_of
 from usp.parallel.stages import micro_batch_violation, schedule_violation, stages_violation
-
-_NOT_BY_DEEPSPEED = (
-    *("tp", "pp", "ep", "dp_replicate", "lora_rank", "compile", "fp8", "sample_every", "indexer_loss_coef"),
-    "router_bias_update_rate",
-)
 
 
 def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, ended: int = 0) -> list[str]:
@@ -49,7 +44,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, e
 def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[Any]]:
     yield from (rule(config, world_size) for rule in (_degrees, _global_batch))
     rules = (_length, _micro_batches, _schedule, common_violations)
-    yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _engine, _optimizer, _float8))
+    yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _optimizer, _float8))
     if facts is not None:
         yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts, _indexers))
 
@@ -76,8 +71,6 @@ def curriculum_violations(config: TrainConfig) -> Iterator[str]:
         yield f"--steps = {config.steps} and --curriculum, of {total} steps, both set the length of the run: give one"
     if config.train_tokens:
         yield f"--train-tokens = {config.train_tokens} and --curriculum both set the length of the run: give one"
-    if config.engine == "deepspeed":
-        yield "--curriculum is not supported by --engine deepspeed, whose ranks are fixed: use --engine fsdp2"
 
 
 def _by_stage(config: TrainConfig, world_size: int, facts: ModelFacts | None, ended: int) -> Iterator[str]:
@@ -200,8 +193,6 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
 def _recomputation(config: TrainConfig) -> Iterator[str]:
     if config.compile and config.ac == "selective":
         yield "--ac selective has no effect with --compile, whose graphs choose what to recompute: use --ac none"
-    if config.lora_dropout and config.mlp_tile:
-        yield "--lora-dropout needs all tokens of a layer at once, and --mlp-tile gives its MLP a part: remove one"
 
 
 def common_violations(config: CommonConfig) -> Iterator[str]:
@@ -210,16 +201,6 @@ def common_violations(config: CommonConfig) -> Iterator[str]:
         yield f"--mlp-tile = {config.mlp_tile} keeps no matrix products of MLPs, --ac selective keeps all: remove one"
     if config.lr_decay_steps > config.steps:
         yield f"--lr-decay-steps = {config.lr_decay_steps} must be at most --steps = {config.steps}"
-
-
-def _engine(config: TrainConfig) -> Iterator[str]:
-    if config.engine != "deepspeed":
-        return
-    if config.optim_offload and config.zero == 0:
-        yield "--optim-offload offloads what ZeRO shards, and --zero 0 shards nothing: use --zero 1, or --engine fsdp2"
-    for name in _NOT_BY_DEEPSPEED:
-        if getattr(config, name) != getattr(TrainConfig, name):
-            yield f"{as_given(config, name)} is not supported by --engine deepspeed: remove it, or use --engine fsdp2"
 
 
 def _optimizer(config: TrainConfig) -> Iterator[str]:

@@ -53,6 +53,12 @@ def test_a_saved_configuration_can_be_loaded(tmp_path: Path) -> None:
     assert parse(["--config", str(file)], TrainConfig) == config
 
 
+def test_keys_that_say_what_is_always_done_are_read(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text("engine: fsdp2\nlora_dora: false\nsp_ring: 2\n")
+    for kind in (TrainConfig, TimeConfig):
+        assert parse(["--config", str(tmp_path / "old.yaml")], kind).sp_ring == 2
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").touch()
     assert parse(["--config", str(tmp_path / "empty.yaml")], TrainConfig) == TrainConfig()
@@ -62,6 +68,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     ("name", "text", "said"),
     [
         ("a.yaml", "sp-rings: 2", r"unknown key 'sp-rings' \(did you mean 'sp_ring'\?\)"),
+        ("a.yaml", "engine: deepspeed", "engine = 'deepspeed' is gone, and only 'fsdp2' is supported: remove the key"),
         ("a.yaml", "- 1", "expected a mapping of keys to values, got a list"),
         ("a.yaml", "a: [", "while parsing"),
         ("a.yaml", "steps: 1\nsp-ring: 2\nsteps: 3", r"'steps' is given twice\n.*line 3, column 1"),

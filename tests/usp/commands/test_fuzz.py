@@ -34,7 +34,6 @@ VALUES: dict[str, list[str]] = {
     "--pp-stages-per-rank": ["0", "2", "4", "1", "-1"],
     "--ep": ["1", "2", "4", "8", "5", "0"],
     "--zero": ["0", "1", "2", "3", "4", "-1"],
-    "--engine": ["fsdp2", "deepspeed", "megatron"],
     "--model": ["tiny", "qwen3-tiny", "mistral-tiny", "mixtral-tiny", "qwen3-moe-tiny", "llama3-8b", "nothing"],
     "--seq-len": ["64", "128", "1000", "256", "0"],
     "--batch-size": ["1", "2", "4", "8", "0"],
@@ -116,7 +115,7 @@ def test_configurations_that_are_accepted_run(ranks: RankPool, data: str, tmp_pa
     found = 0
     for world_size, args in command_lines(seed=1, number=2000):
         ended = outcome(world_size, args, data) if world_size == 4 and len(args) > 11 else None
-        if not isinstance(ended, PreparedRun) or ended.config.engine != "fsdp2" or ended.shape.numel > 10**7:
+        if not isinstance(ended, PreparedRun) or ended.shape.numel > 10**7:
             continue
         config = replace(ended.config, output=str(tmp_path / str(found)))
         assert math.isfinite(ranks.run(one_step, 4, config)[0].loss), args

@@ -47,7 +47,7 @@ from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch, StopRequest
 from usp.run.watchdog import Watchdog
 from usp.train.checkpoints import CHECKPOINTS
-from usp.train.engines.fsdp2 import Fsdp2Engine
+from usp.train.engine import Engine
 
 FAMILY, RATE, STEPS, TOLERANCE = "llama-4kv", 2e-2, 2, 1e-5
 ALL = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
@@ -201,7 +201,7 @@ def whole(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
 
 
-def drop_a_gradient(self: Fsdp2Engine, *args: Any) -> float:
+def drop_a_gradient(self: Engine, *args: Any) -> float:
     for name, parameter in self.parameters.items():
         if name.endswith("layers.0.self_attn.q_proj.lora_B.default.weight"):
             assert parameter.grad is not None
@@ -209,13 +209,13 @@ def drop_a_gradient(self: Fsdp2Engine, *args: Any) -> float:
     return ENGINE_STEP(self, *args)
 
 
-ENGINE_STEP = Fsdp2Engine.step
+ENGINE_STEP = Engine.step
 BROKEN: dict[str, Callable[[], AbstractContextManager]] = {
     "the reference sees the adapters": lambda: patch("usp.rlhf.roles.role_model.adapters_off", nullcontext),
     "the adapters have another scale": lambda: patch.object(
         adapters, "lora_config", lambda lora, targets: lora_config(replace(lora, alpha=lora.rank), targets)
     ),
-    "a gradient is dropped": lambda: patch.object(Fsdp2Engine, "step", drop_a_gradient),
+    "a gradient is dropped": lambda: patch.object(Engine, "step", drop_a_gradient),
     "new adapters do not reach generation": lambda: patch.object(Reallocation, "run", move_those_of_the_first_step),
 }
 

@@ -39,7 +39,6 @@ def refusals() -> dict[str, str]:
         "sinks": lambda: UnifiedSPAttention(mesh)(q, k, k, sinks=torch.zeros(2)),
         "kernel": lambda: UnifiedSPAttention(mesh, kernel="sdpa")(q, k, k, softcap=2.0),
         "layout": lambda: UnifiedSPAttention(mesh, "strip"),
-        "gradients": lambda: UnifiedSPAttention(mesh, dkv_dtype=torch.float16)(q, k, k),
         "ulysses": lambda: UnifiedSPAttention(mesh, head_groups=2),
         "keys": lambda: UnifiedSPAttention(mesh)(q, None, None),
         "joint": lambda: joint(q, k, k, q, k[..., :4], k),
@@ -89,7 +88,6 @@ def test_invalid_calls_raise(ranks: RankPool) -> None:
     assert "sinks (2,) must have one logit per query head" in found["sinks"]
     assert "kernel='sdpa' cannot compute this call" in found["kernel"]
     assert "layout='strip' must be one of" in found["layout"]
-    assert "dkv_dtype=torch.float16 must be torch.float32, the dtype of k and v, or None" in found["gradients"]
     assert "head_groups=2 must be at least 1, and 1 for ulysses=1" in found["ulysses"]
     assert "k and v, or joint_k and joint_v, or all four must be given; got q (1, 4, 4, 8)" in found["keys"]
     assert "joint_q, joint_k and joint_v must be like q, k and v except for the number of tokens" in found["joint"]

@@ -1,4 +1,4 @@
-"""Dropout of adapters, and modules that are trained in full beside them: on every layout as peft in one process."""
+"""Modules that are trained in full beside adapters: on every layout as peft in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from transformers import PreTrainedModel
 
 from tests.harness.ranks import RankPool
-from tests.usp.tiny import FEW_STEPS, ROWS, SEQ_LEN, drawn_model, tiny_model, train_alone
+from tests.usp.tiny import FEW_STEPS, drawn_model, tiny_model, train_alone
 from tests.usp.train.test_lora import (
     ALL,
     ALPHA,
@@ -30,7 +30,6 @@ from tests.usp.train.test_lora import (
 )
 from tests.usp.train.test_matrix import train
 from usp.config import TrainConfig
-from usp.hf.dropout import CurrentTokens, TokenDropout
 from usp.hf.export import save_weights
 from usp.hf.lora import adapter_parameters, initialise_adapters
 from usp.hf.models import load_model_config
@@ -41,7 +40,6 @@ from usp.train.checkpoints import CHECKPOINTS
 from usp.train.dry_run import dry_run
 from usp.train.prepare import prepare
 
-P = 0.3
 ENDS = "embed_tokens,lm_head"
 # Family, the linears with adapters, modules to save, and flags.
 LAYOUTS: dict[str, tuple[str, tuple[str, ...], str, dict[str, Any]]] = {
@@ -81,7 +79,7 @@ LAYOUTS: dict[str, tuple[str, tuple[str, ...], str, dict[str, Any]]] = {
 
 
 def change(model: PreTrainedModel, targets: tuple[str, ...], saved: str) -> None:
-    """Add adapters, dropout and modules to save as peft does; dropout takes the masks of whole rows of each step."""
+    """Add adapters and modules to save as peft does."""
     tied = model.config.tie_word_embeddings  # peft would train two copies of what is tied
     modules = None if tied else saved.split(",")
     settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(targets), modules_to_save=modules)
@@ -89,15 +87,6 @@ def change(model: PreTrainedModel, targets: tuple[str, ...], saved: str) -> None
     initialise_adapters(model, seed=0)
     if tied:
         model.get_input_embeddings().weight.requires_grad_(True)
-    tokens, steps = CurrentTokens(), iter(range(FEW_STEPS))
-    for name, module in list(model.named_modules()):
-        if hasattr(module, "lora_dropout"):
-            module.lora_dropout["default"] = TokenDropout(P, 0, name, tokens)
-
-    def number(*_: Any) -> None:
-        tokens.numbers = torch.arange(ROWS * SEQ_LEN).view(ROWS, SEQ_LEN) + next(steps) * ROWS * SEQ_LEN
-
-    model.base_model.register_forward_pre_hook(number)
 
 
 EXHAUSTIVE = ("pp2 r2, zero bubble", "tp2 r2, tokens shared", "dp2 r2, zero 3", "tp2 u2, zero 1")
@@ -122,7 +111,7 @@ def alone(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, exhaustive:
 def test_steps_are_those_of_peft_in_one_process(ranks: RankPool, alone: dict[Any, Any], name: str) -> None:
     family, targets, saved, flags = LAYOUTS[name]
     folder, wanted = alone[family, targets, saved]
-    config = replace(config_of(folder, targets, **flags), lora_dropout=P, lora_modules_to_save=saved)
+    config = replace(config_of(folder, targets, **flags), lora_modules_to_save=saved)
     histories = ranks.run(train, 4, config, FEW_STEPS)
     difference = (torch.tensor(histories, dtype=torch.float64) / torch.tensor(wanted, dtype=torch.float64) - 1).abs()
     assert difference.max() <= 1e-5, difference.amax(dim=0)
@@ -130,7 +119,7 @@ def test_steps_are_those_of_peft_in_one_process(ranks: RankPool, alone: dict[Any
 
 # Runs of train.py, the second of a tied model
 
-OPTIONS: dict[str, Any] = {"lora_dropout": 0.1, "lora_modules_to_save": ENDS, "lora_merge": True}
+OPTIONS: dict[str, Any] = {"lora_modules_to_save": ENDS, "lora_merge": True}
 
 
 def options_of(base: Path) -> TrainConfig:
@@ -162,7 +151,7 @@ def test_a_run_continues_on_another_layout_and_its_folder_is_that_of_peft(
         torch.testing.assert_close(tensor, written[name], rtol=1e-4, atol=1e-6)
 
     settings = json.loads((whole / "adapter" / "adapter_config.json").read_text())
-    assert (settings["lora_dropout"], settings["modules_to_save"]) == (0.1, ENDS.split(","))
+    assert settings["modules_to_save"] == ENDS.split(",")
     ids = torch.arange(40).unsqueeze(0)
     adapted = PeftModel.from_pretrained(load(base), whole / "adapter")
     trained = {
@@ -189,9 +178,6 @@ def test_a_dry_run_has_the_optimizer_states_of_all_that_is_trained() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lora_rank": 0}, "--lora-dropout = 0.1 is an option of LoRA adapters"),
-        ({"lora_dropout": 1.0}, "--lora-dropout = 1.0 must be at least 0 and below 1"),
-        ({"mlp_tile": 8}, "--lora-dropout needs all tokens of a layer at once, and --mlp-tile"),
         (
             {"lora_modules_to_save": "embedding"},
             "--lora-modules-to-save embedding: qwen3 has no parameters in 'embedding'",

@@ -25,7 +25,6 @@ from usp.train.trainer import Trainer
 
 AGAINST: tuple[dict[str, Any], ...] = (
     {"ac": "selective"},
-    {"engine": "deepspeed"},
     {"pp": 2, "pp_schedule": "zero-bubble", "zero": 1, "micro_batches": 2, "batch_size": 2},
     {"sample_every": 5, "sample_prompts": "prompts.jsonl"},
 )

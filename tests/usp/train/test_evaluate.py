@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import usp.train.trainer
-from tests.harness.ranks import RankPool, run_ranks
+from tests.harness.ranks import RankPool
 from tests.usp.tiny import drawn_model
 from tests.usp.train.test_trainer import launch_of_pool
 from usp.config import TrainConfig
@@ -51,7 +50,6 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def eval_losses(configs: list[TrainConfig], folder: str) -> list[dict[int, float]]:
     """The losses on held-out data by position, that of all targets under 0, after a step that changes nothing."""
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun does, for DeepSpeed
     losses = []
     for config in configs:
         still = replace(config, learning_rate=1e-30, weight_decay=0.0, eval_every=1, output=folder)
@@ -98,14 +96,6 @@ def test_losses_by_position_are_those_of_plain_transformers_on_every_layout(
         expected = pytest.approx(plain_losses(model), rel=1e-6)
         for found in ranks.run(eval_losses, 4, configs, str(tmp_path)):
             assert len(found) == len(layouts) and all(losses == expected for losses in found)
-
-
-@pytest.mark.exhaustive
-def test_deepspeed_evaluates_alike(tmp_path: Path, held_out: Path) -> None:
-    pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
-    config = replace(SMALL, eval_data=str(held_out), engine="deepspeed", sp_ring=2)
-    for found in run_ranks(eval_losses, 2, [config], str(tmp_path)):
-        assert found == [pytest.approx(plain_losses("tiny"), rel=1e-6)]
 
 
 def plain_losses(name: str) -> dict[int, float]:

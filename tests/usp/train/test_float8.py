@@ -318,10 +318,6 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 REFUSED: list[tuple[Mapping[str, Any], str]] = [
-    (
-        {"engine": "deepspeed"},
-        "--fp8 = tensor is not supported by --engine deepspeed: remove it, or use --engine fsdp2",
-    ),
     ({"pp": 2, "pp_schedule": "zero-bubble", "micro_batches": 4, "zero": 1}, "computes both gradients .* at once"),
     ({"sample_every": 1, "sample_prompts": "x"}, "in torch's inference mode, .* do not support: remove one"),
     ({"optim_offload": True}, "--optim-offload has these on the host: use row"),

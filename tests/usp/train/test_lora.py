@@ -80,7 +80,7 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...], dict[str, Any]]] = {
     "dp_replicate2 u2, zero 0, tied": (4, "llama-tied", ALL, {"dp_replicate": 2, "sp_ulysses": 2, "zero": 0}),
     "ep2 u2 r2": (4, "mixtral", ATTENTION, {"ep": 2, "sp_ulysses": 2, "sp_ring": 2, "ac": "full"}),
 }
-# Those that test_adapter_options.py has with dropout or modules that are trained in full.
+# Those that test_adapter_options.py has with modules that are trained in full.
 EXHAUSTIVE = ("dp2 r2, zero 3", "tp2 u2, zero 1", "pp2 tp2, zero 2", "ep2 u2 r2")
 
 
@@ -314,7 +314,6 @@ def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
         ({"lora_rank": 0, "lora_alpha": 8}, "--lora-alpha = 8 is an option of LoRA adapters, but --lora-rank is 0"),
         ({"lora_rank": 0, "lora_merge": True}, "--lora-merge is an option of LoRA adapters"),
         ({"lora_rank": -1}, "--lora-rank = -1 must be at least 0"),
-        ({"engine": "deepspeed"}, "--lora-rank = 8 is not supported by --engine deepspeed"),
         ({"lora_targets": "q_proj, w1"}, r"--lora-targets q_proj, w1 names 'w1', but the linear layers of qwen3 are "),
         ({"model": "tiny"}, "--lora-rank = 8 trains adapters .*--model tiny is a preset with random ones"),
     ],

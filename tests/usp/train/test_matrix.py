@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.harness.ranks import RankPool, run_ranks
+from tests.harness.ranks import RankPool
 from tests.usp.tiny import (
     ADAM_EPS,
     FEW_STEPS,
@@ -31,7 +30,7 @@ from usp import shard_batch
 from usp.config import TrainConfig
 from usp.parallel import ParallelMesh
 from usp.train.build import EngineRecipe, build_engine, first_weights
-from usp.train.engines.fsdp2 import Fsdp2Engine
+from usp.train.engine import Engine
 from usp.train.resolve import resolve
 
 AUX_LOSS = 0.02
@@ -103,21 +102,15 @@ MATRIX = [
     row("pp2 ep2 u2 r2, zero bubble", "mixtral-deep", U1, **ZERO_BUBBLE, **U2_R2, ep=2, ep_chunks=2),
     row("u4 r2, balance by micro-batch", "mixtral", U2, **U4_R2, micro_batches=2, router_balance="micro-batch"),
     row("ep4 tp2 u2 r2, tokens shared", "qwen3_moe", U1 | {"ep": 2}, ep=4, tp=2, tp_sequence_parallel=True, **U2_R2),
-    # ZeRO and engines
+    # ZeRO
     *(also(f"dp2 u2 r2, zero {zero}", zero=zero, micro_batches=2, **U2_R2) for zero in range(4)),
-    *(  # accumulation in the other stages: test_deepspeed.py
-        kind(f"dp2 u2 r2, zero {zero}, deepspeed", zero=zero, engine="deepspeed", micro_batches=parts, **U2_R2)
-        for zero, (kind, parts) in enumerate(((also, 1), (also, 1), (also, 2), (also, 1)))
-    ),
-    row("dp2 u2 r2, zero 3, deepspeed, experts", "mixtral", {}, zero=3, engine="deepspeed", micro_batches=2, **U2_R2),
+    row("dp2 u2 r2, zero 3, experts", "mixtral", {}, zero=3, micro_batches=2, **U2_R2),
     also("dp_replicate2 dp_shard2 u2, zero 2", **REPLICAS, micro_batches=1),
     # the optimizer in host memory
     row("dp_replicate2 dp_shard2 u2, zero 2, on the host", "llama", {}, **REPLICAS, optim_offload=True),
     also("dp2 u2 r2, zero 0, on the host", zero=0, **U2_R2, **ON_HOST),
     also("pp2 tp2 u2, zero 1, on the host", pp=2, tp=2, sp_ulysses=2, zero=1, **ON_HOST),
     also("ep4 u4 r2, zero 3, on the host", "qwen3_moe", ep=4, **U4_R2, **ON_HOST),
-    also("dp2 u2 r2, zero 3, deepspeed, on the host", zero=3, engine="deepspeed", **U2_R2, **ON_HOST),
-    row("dp2 u2 r2, zero 1, deepspeed, on the host", "llama", R1, zero=1, engine="deepspeed", **U2_R2, **ON_HOST),
     # long sequences in little memory
     row("dp2 u2 r2, attention saved, MLP in tiles", "qwen3", {}, ac="attention-saved", mlp_tile=5, **U2_R2),
     row(
@@ -187,18 +180,15 @@ def train(config: TrainConfig, steps: int) -> list[tuple[float, float]]:
     for step in range(steps):
         whole = {key: value[rows] for key, value in packed_batch(step).items()}
         local = shard_batch(whole, mesh, config.sp_layout)
-        local["first_tokens"] = torch.arange(step * ROWS, (step + 1) * ROWS)[rows] * whole["input_ids"].shape[1]
         history.append(loss_and_norm(engine, mesh, local, config, config.learning_rate))
     return history
 
 
-def offloads(engine: Any) -> bool:
-    if isinstance(engine, Fsdp2Engine):
-        sharded = [module for stage in engine.stages for module in stage.modules() if isinstance(module, FSDPModule)]
-        groups = [module._get_fsdp_state()._fsdp_param_group for module in sharded]  # None for a stage of layers alone
-        (found,) = {parameter.offload_to_cpu for group in groups if group for parameter in group.fsdp_params}
-        return found
-    return engine.engine.zero_cpu_offload()
+def offloads(engine: Engine) -> bool:
+    sharded = [module for stage in engine.stages for module in stage.modules() if isinstance(module, FSDPModule)]
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in sharded]  # None for a stage of layers alone
+    (found,) = {parameter.offload_to_cpu for group in groups if group for parameter in group.fsdp_params}
+    return found
 
 
 def config_of(case: Row, folder: Path) -> TrainConfig:
@@ -215,20 +205,6 @@ def config_of(case: Row, folder: Path) -> TrainConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def with_deepspeed(chosen: list[Row], alone: dict[str, Any], steps: int) -> dict[str, list[list[tuple[float, float]]]]:
-    """What every rank found in the rows of DeepSpeed, which keeps process groups for good: in processes of its own."""
-    rows = [case for case in chosen if case.flags.get("engine") == "deepspeed"]
-    configs = [config_of(case, alone[reference(case)][0]) for case in rows]
-    found = run_ranks(train_each_with_deepspeed, rows[0].ranks, configs, steps)
-    return {case.name: [histories[number] for histories in found] for number, case in enumerate(rows)}
-
-
-def train_each_with_deepspeed(configs: list[TrainConfig], steps: int) -> list[list[tuple[float, float]]]:
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as torchrun does
-    return [train(config, steps) for config in configs]
-
-
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if case.always else pytest.mark.exhaustive) for case in MATRIX],
@@ -236,15 +212,11 @@ def train_each_with_deepspeed(configs: list[TrainConfig], steps: int) -> list[li
 )
 @pytest.mark.slow(but=1)
 def test_steps_are_those_of_one_process(
-    ranks: RankPool, alone: dict[str, Any], case: Row, exhaustive: bool, steps: int, request: pytest.FixtureRequest
+    ranks: RankPool, alone: dict[str, Any], case: Row, exhaustive: bool, steps: int
 ) -> None:
     case = case.run_as(exhaustive)
     folder, wanted = alone[reference(case)]
-    if case.flags.get("engine") == "deepspeed":
-        pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
-        histories = request.getfixturevalue("with_deepspeed")[case.name]
-    else:
-        histories = ranks.run(train, case.ranks, config_of(case, folder), steps)
+    histories = ranks.run(train, case.ranks, config_of(case, folder), steps)
     difference = (torch.tensor(histories, dtype=torch.float64) / torch.tensor(wanted, dtype=torch.float64) - 1).abs()
     assert difference.max() <= 1e-5, difference.amax(dim=0)
 

@@ -25,7 +25,7 @@ from usp.parallel import (
     stage_layers,
 )
 from usp.sp.sequence import IGNORED_LABEL
-from usp.train.engines.base import PipelineRunner, joined
+from usp.train.passes import PipelineRunner, joined
 
 MICRO_BATCHES = 4
 LAYERS = {family: CONFIGS[family]().num_hidden_layers for family in ("llama-deep", "llama-eight", "qwen2-deep")}

@@ -112,7 +112,6 @@ def test_the_update_is_that_of_the_paper(ranks: RankPool) -> None:
         ({"model": "tiny"}, "updates the bias of routers, and tiny has none"),
         ({"model": "mixtral-tiny"}, "2 of its 2 routers have no buffer e_score_correction_bias"),
         ({"lora_rank": 2}, "or --lora-rank"),
-        ({"engine": "deepspeed"}, "not supported by --engine deepspeed"),
     ],
 )
 @pytest.mark.slow(but=2)

@@ -55,8 +55,3 @@ def test_on_one_rank_nothing_is_said_of_ranks() -> None:
     assert job is not None
     text = "\n".join(predicted_lines(job, prepared))
     assert "memory" in text and "rank" not in text
-
-
-def test_nothing_is_predicted_without_formulas() -> None:
-    prepared = prepare(TrainConfig(seq_len=256, device="cpu", engine="deepspeed"), Launch(0, 2, 0, 2))
-    assert predicted_job(prepared.config, prepared) is None

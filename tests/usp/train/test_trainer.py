@@ -332,7 +332,7 @@ def test_every_mesh_trains_as_one_process(
         torch.testing.assert_close(torch.tensor(own), torch.tensor(alone), rtol=1e-5, atol=0.0)
 
 
-ODD = {"seq_len": 251, "packing": "whole", "lora_rank": 4, "lora_dropout": 0.3}
+ODD = {"seq_len": 251, "packing": "whole", "lora_rank": 4}
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ ODD = {"seq_len": 251, "packing": "whole", "lora_rank": 4, "lora_dropout": 0.3}
 def test_a_length_that_ranks_cannot_divide_trains_as_one_process(
     ranks: RankPool, tmp_path: Path, model: str, degrees: dict[str, Any]
 ) -> None:
-    """With dropout, which counts tokens, and routers, whose loss does; and with rows that end before their length."""
+    """With adapters, and routers, whose loss counts tokens; and with rows that end before their length."""
     drawn_model(load_model_config(model), 0).save_pretrained(tmp_path / "model")
     many = replace(SMALL, model=str(tmp_path / "model"), tokenizer="bytes", steps=2, **degrees)
     one = replace(many, sp_ulysses=1, sp_ring=1, batch_size=4 // (many.sp_ulysses * many.sp_ring) * many.batch_size)

@@ -35,9 +35,9 @@ from usp.rlhf.graph import Generate, Inference, ModelCall, Objective, TrainStep
 from usp.rlhf.plan.plan import CallLayout
 from usp.rlhf.samples import Samples
 from usp.run.failures import TrainingDiverged
-from usp.train.build import EngineRecipe, build_stages, first_weights, fsdp2_engine
-from usp.train.engines.base import MicroBatch, forward_only
-from usp.train.engines.fsdp2 import Fsdp2Engine
+from usp.train.build import EngineRecipe, build_stages, engine_over, first_weights
+from usp.train.engine import Engine
+from usp.train.passes import MicroBatch, forward_only
 
 from .rows import micro_batches, plan_rows, sequences_of, unpack
 from .weight_memory import WeightMemory, alias_buffers, alias_parameters
@@ -88,7 +88,6 @@ class RoleSpec:
             "loss_chunk": layout.loss_chunk or self.loss_chunk,
             "balance": self.balance if trained else 0.0,
             "weights_dtype": torch.float32 if trained and self.lora is None else self.dtype,
-            "engine": EngineRecipe.engine,  # of training; a layout's decodes
         }
         return EngineRecipe(**shared_values(self, EngineRecipe) | shared_values(layout, EngineRecipe) | different)
 
@@ -125,7 +124,7 @@ class RoleModel:
         self.spec, self.layout, self.mesh, self.trained = spec, layout, mesh, trained
         self._scalar = is_scalar(spec.config)
         self.learning_rate = spec.learning_rate
-        self.engine: Fsdp2Engine | None = None
+        self.engine: Engine | None = None
         self._recipe = spec.recipe(layout, trained)
         (self.stage,) = build_stages(self._recipe, mesh)
         self._allocated = False
@@ -159,7 +158,7 @@ class RoleModel:
             self._load()
         self._memory = WeightMemory(lambda: self._parameters().values())
         if self.trained:
-            self.engine = fsdp2_engine([self.stage], self._recipe, self.mesh)
+            self.engine = engine_over([self.stage], self._recipe, self.mesh)
 
     def fill(self) -> None:
         """Allocate and initialize the weights."""
@@ -274,9 +273,7 @@ class RoleModel:
         self.offload_optimizer()
         return metrics
 
-    def _optimizer_steps(
-        self, engine: Fsdp2Engine, mini_batches: Sequence[Samples], work: TrainStep
-    ) -> dict[str, float]:
+    def _optimizer_steps(self, engine: Engine, mini_batches: Sequence[Samples], work: TrainStep) -> dict[str, float]:
         seen: list[dict[str, float]] = []
         norms: list[float] = []
         supervised, weight = self.supervised
@@ -364,7 +361,7 @@ class RoleModel:
         first_weights(self.stage, self.spec.source, self.spec.seed, self.spec.new_head)
 
     def _gradients(
-        self, engine: Fsdp2Engine, samples: Samples, objective: Objective, place: str, weight: float = 1.0
+        self, engine: Engine, samples: Samples, objective: Objective, place: str, weight: float = 1.0
     ) -> dict[str, float]:
         """Accumulate the gradients of a mini-batch, times `weight`; return its metrics, the same on every rank."""
         counts = objective.counts
@@ -424,7 +421,7 @@ class RoleModel:
         """This rank returns the results of its data-parallel index."""
         return self.stage.last and self.mesh.rank("sp") == 0 and self.mesh.rank("tp") == 0
 
-    def _trained_engine(self) -> Fsdp2Engine:
+    def _trained_engine(self) -> Engine:
         if self.engine is None:
             raise RuntimeError(f"{self.spec.role} is not trained in this layout, or not allocated yet")
         return self.engine

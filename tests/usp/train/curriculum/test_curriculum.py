@@ -162,7 +162,6 @@ def test_what_a_curriculum_cannot_be_is_refused_naming_the_stage(base: TrainConf
     for changes, said in (
         ({"steps": 7}, "--steps = 7 and --curriculum, of 4 steps, both set the length of the run"),
         ({"train_tokens": 7}, "--train-tokens = 7 and --curriculum both set"),
-        ({"engine": "deepspeed"}, "--curriculum is not supported by --engine deepspeed"),
         (
             {"curriculum": (SHORT, replace(LONG, sp_ring=3))},
             "stage 2 of the curriculum: --sp-ring 3 = 3 ranks must divide",

@@ -26,7 +26,7 @@ from usp.run.launch import Launch
 from usp.sp.sequence import shard_batch
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.checkpoints import CHECKPOINTS
-from usp.train.engines.fsdp2 import Fsdp2Engine
+from usp.train.engine import Engine
 from usp.train.prepare import prepare
 from usp.train.resolve import resolve
 from usp.train.step import part_of
@@ -166,11 +166,11 @@ def modes(folder: str) -> tuple[list[int], float, float]:
     return sent, loss, wanted
 
 
-def watch_engines(patch: pytest.MonkeyPatch) -> list[Fsdp2Engine]:
-    engines: list[Fsdp2Engine] = []
+def watch_engines(patch: pytest.MonkeyPatch) -> list[Engine]:
+    engines: list[Engine] = []
     build = build_engine
 
-    def watched(*args: Any) -> Fsdp2Engine:
+    def watched(*args: Any) -> Engine:
         engines.append(build(*args))
         return engines[-1]
 

@@ -1,8 +1,8 @@
-"""The interface of an engine; running pipeline stages; forward passes without gradients.
+"""Passes over the stages of this rank: through a pipeline, and forward only.
 
-Forward passes evaluate a model, infer for RLHF, and count which experts a step's tokens choose for its load-balancing
-loss. They keep nothing for a backward, so they do not raise the peak memory, and they are exact for every layout and
-schedule.
+Passes that are forward only evaluate a model, infer for RLHF, and count which experts a step's tokens choose for its
+load-balancing loss. They keep nothing for a backward, so they do not raise the peak memory, and they are exact for
+every layout and schedule.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,38 +27,6 @@ from usp.parallel.stages import ONE_STAGE
 # input_ids, position_ids, cu_seqlens, shift_labels (see `usp.shard_batch`), other inputs of the head sharded alike, and
 # images, as `CausalLMStage` takes them
 MicroBatch = Mapping[str, Any]
-
-
-class Engine(Protocol):
-    """Trainer of the stages of this rank. Every rank calls every method, in the same order."""
-
-    stages: Sequence[CausalLMStage]
-
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
-        """Accumulate the step's gradients; return this rank's share of the loss, float32, 0-dim, detached. The loss is
-        the sum of the shares over the loss axis on the last pipeline stage; other stages return zero."""
-        ...
-
-    def evaluate(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
-        """Return this rank's share of the loss as `forward_backward`, without gradients and load-balancing loss."""
-        ...
-
-    def step(self, learning_rate: float, max_norm: float) -> float:
-        """Clip gradients to `max_norm`, update the weights, clear gradients; return the norm before clipping. Weights
-        are not updated if the norm is not finite."""
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """Return weights and optimizer state under names that depend on neither layout nor engine.
-
-        "model.<name>" and for each state of the optimizer "optimizer.<name>.<state>", such as ".exp_avg", with
-        transformers' names; of persistent buffers and frozen parameters only "model.<name>", unless adapters are
-        trained. DTensors of the global shape, or plain tensors that are the same on every rank.
-        """
-        ...
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `state`: the result of `state()`, its tensors filled from a checkpoint."""
 
 
 def loss_share(

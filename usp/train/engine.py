@@ -1,4 +1,4 @@
-"""Training with FSDP2, and pipeline parallelism where the mesh has a pp axis."""
+"""The engine: forward, backward and optimizer step with FSDP2, through a pipeline where the mesh has a pp axis."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from usp.optimizers import AdamW
 from usp.parallel import ParallelMesh, before_micro_batch, clip_grad_norm, local_tensor
 from usp.parallel.fsdp import sum_tied_gradients
 
-from .base import MicroBatch, PipelineRunner, count_choices, loss_share
+from .passes import MicroBatch, PipelineRunner, count_choices, loss_share
 
 
 def hidden_matrices(stages: Iterable[CausalLMStage]) -> list[nn.Parameter]:
@@ -38,8 +38,8 @@ def hidden_matrices(stages: Iterable[CausalLMStage]) -> list[nn.Parameter]:
     return list(chosen)
 
 
-class Fsdp2Engine:
-    """An `Engine` over stages that `apply_fsdp` sharded.
+class Engine:
+    """Trainer of the stages of this rank, which `apply_fsdp` sharded. Every rank calls every method, in one order.
 
     stages: the pipeline stages that this rank holds, in order. zero: the ZeRO stage they were sharded with. pipeline:
     runs the stages where the mesh has more than one. float8_gather: weights are gathered in float8.
@@ -74,6 +74,8 @@ class Fsdp2Engine:
         self._update_scales()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
+        """Accumulate the step's gradients; return this rank's share of the loss, float32, 0-dim, detached. The loss is
+        the sum of the shares over the loss axis on the last pipeline stage; other stages return zero."""
         if self.pipeline is not None:
             return self.pipeline.forward_backward(micro_batches, head)
         count_choices(self.stages, self.mesh, micro_batches)
@@ -88,11 +90,14 @@ class Fsdp2Engine:
         return share
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], head: Head) -> Tensor:
+        """Return this rank's share of the loss as `forward_backward`, without gradients and load-balancing loss."""
         if self.pipeline is not None:
             return self.pipeline.evaluate(micro_batches, head)
         return loss_share(self.stages, self.mesh, micro_batches, head)
 
     def step(self, learning_rate: float, max_norm: float) -> float:
+        """Clip gradients to `max_norm`, update the weights, clear gradients; return the norm before clipping. Weights
+        are not updated if the norm is not finite."""
         idle = [name for name, p in self.parameters.items() if p.grad is None and is_adapter(name)]
         if idle:  # a layer that reads the weight of a linear, without calling it, leaves its adapter out
             raise RuntimeError(f"{', '.join(idle)} did not take part in the forward: use other lora_targets")
@@ -111,6 +116,12 @@ class Fsdp2Engine:
         return norm
 
     def state(self) -> dict[str, Tensor]:
+        """Return weights and optimizer state under names that do not depend on the layout.
+
+        "model.<name>" and for each state of the optimizer "optimizer.<name>.<state>", such as ".exp_avg", with
+        transformers' names; of persistent buffers and frozen parameters only "model.<name>", unless adapters are
+        trained. DTensors of the global shape, or plain tensors that are the same on every rank.
+        """
         state = {f"model.{name}": value.detach() for name, value in self.untrained.items()}
         for name, parameter in self.parameters.items():
             moments = self.optimizer.state[parameter]
@@ -123,14 +134,15 @@ class Fsdp2Engine:
             state.update({f"optimizer.{stored}.{key}": value for key, value in moments.items()})
         return state
 
-    def take_over(self, other: Fsdp2Engine) -> None:
+    def take_over(self, other: Engine) -> None:
         """Take the optimizer states of an engine that trained the same parameters, sharded alike."""
         for name, parameter in self.parameters.items():
             moments = other.optimizer.state.pop(other.parameters[name], {})
             self.optimizer.state[parameter] = {key: _placed(value, parameter) for key, value in moments.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the tied parameter to the other stage of this rank; `state()` returns the live tensors of all others."""
+        """Continue from `state()`, whose tensors were filled from a checkpoint: of a tied parameter, the copy of this
+        rank's other stage is not among them."""
         for name, stored in self._copies.items():
             if stored in self.parameters:
                 copy, original = self.parameters[name], self.parameters[stored]

@@ -33,7 +33,7 @@ from usp.predict.meter import OPTIMIZER
 from usp.run.failures import ConfigurationError
 from usp.train.build import EngineRecipe, build_engine, first_weights
 from usp.train.dry_run import dry_run
-from usp.train.engines.fsdp2 import Fsdp2Engine
+from usp.train.engine import Engine
 from usp.train.resolve import job_of, resolve
 
 STEPS, RATE = 2, 3e-3
@@ -104,11 +104,11 @@ class Alone:
         return losses
 
 
-def built(config: TrainConfig) -> tuple[Fsdp2Engine, ParallelMesh, TrainConfig]:
+def built(config: TrainConfig) -> tuple[Engine, ParallelMesh, TrainConfig]:
     config, model_config, _, dims = resolve(config, dist.get_world_size()).valid()
     mesh, fill = ParallelMesh.create(dims), partial(first_weights, source=config.model, seed=0)
     engine = build_engine(EngineRecipe.of(config, model_config), mesh, torch.device("cpu"), fill)
-    return cast(Fsdp2Engine, engine), mesh, config
+    return engine, mesh, config
 
 
 def updated(config: TrainConfig) -> tuple[dict[str, Tensor], int, int]:
@@ -195,7 +195,6 @@ def test_what_has_no_muon_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     config = config_of(tmp_path)
     for changes, said in (
-        ({"engine": "deepspeed"}, "--optimizer = muon is not supported by --engine deepspeed"),
         ({"tp": 2, "ep": 2, "tp_sequence_parallel": True}, "use --tp 1 or --ep 1, or --optimizer adamw"),
         ({"optimizer": "adamw", "muon_momentum": 0.9}, "--muon-momentum = 0.9 is an option of --optimizer muon"),
         ({"optimizer": "Muon"}, "--optimizer = 'Muon' must be one of adamw, adamw-bf16, muon"),
