@@ -43,7 +43,7 @@ GROUPS = {
     "Plan": "plan|tune_budget|hardware|search_budget|replan|rollout",
     "Parallelism": "sp_ulysses|sp_ring|sp_.*|dp_.*|zero|tp.*|pp.*|ep.*",
     "Memory": "ac|ac_offload|loss_chunk|mlp_tile|.*offload.*",
-    "Computation": "attention_kernel|dtype|device|compile|fp8.*",
+    "Computation": "attention_kernel|dtype|device|compile|async_tp|fp8.*",
     "Optimization": "learning_rate|optimizer|.*learning_rate|lr_.*|warmup_steps|weight_decay|max_grad_norm"
     "|muon_.*|adam_.*",
     "LoRA": "lora_.*",

@@ -122,6 +122,11 @@ _OF_TRAINING = (
         "schedules a pipeline, but --pp is 1: set --pp, or remove it",
     ),
     OnlyWith(
+        ("async_tp",),
+        lambda c: c.compile and (c.tp_sequence_parallel or c.plan in PLANS[1:]),
+        "hides messages of --tp-sequence-parallel in layers of --compile: give both, or remove it",
+    ),
+    OnlyWith(
         ("ep_chunks",), lambda c: c.ep > 1 or c.plan in PLANS[1:], "divides messages of --ep, which is 1: remove it"
     ),
     OnlyWith(("tune_budget",), lambda c: c.plan in PLANS[1:], "limits what --plan tune costs: give both or neither"),
@@ -456,6 +461,9 @@ class _Training:
     compile: bool = False
     """Compile layers, and the loss unless --tp, with torch.compile. Attention is one operator; experts and recurrent
     layers stay eager. train.py's default on a GPU, where nothing else that is given is against it."""
+    async_tp: bool = False
+    """Send messages of --tp-sequence-parallel in parts, during the products of compiled layers (torch's asynchronous
+    tensor parallelism). Needs NVIDIA GPUs that reach each other's memory. It has not run on a GPU yet."""
     fp8: Annotated[str, one_of(FP8)] = "none"
     """Multiply in float8 in the layers' linears (requires torchao). tensor: one scale for a tensor, and ZeRO gathers
     float8 weights; row: one for each row; mx: one for each 32 numbers, in experts too. The rest stays in --dtype."""

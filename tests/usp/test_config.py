@@ -146,6 +146,11 @@ def test_what_can_run_has_no_violations(changes: dict[str, object], world_size: 
             1,
             ["--mlp-tile = 64 keeps no matrix products of MLPs", "--ac selective has no effect with --compile"],
         ),
+        (
+            {"async_tp": True},
+            1,
+            ["--async-tp hides messages of --tp-sequence-parallel in layers of --compile: give both"],
+        ),
         ({"max_grad_norm": 0.0}, 1, ["--max-grad-norm = 0.0 must be positive; inf disables clipping"]),
     ],
 )

@@ -30,13 +30,17 @@ from usp.sp.sp_attention import UnifiedSPAttention
 
 
 def compile_layers(
-    layers: Iterable[nn.Module], backend: str, eager: Iterable[nn.Module] = (), saves_all: bool = False
+    layers: Iterable[nn.Module],
+    backend: str,
+    eager: Iterable[nn.Module] = (),
+    saves_all: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> None:
     """Compile decoder layers, in place, when they are first called. Call it before activation checkpointing and FSDP2.
 
     backend: of torch.compile, such as inductor. eager: modules inside the layers that stay out of the graphs, because
     what they compute depends on values (a routing of tokens), or because they communicate. saves_all: save all that the
-    backward reads, also what element-wise operators and norms compute from other saved tensors.
+    backward reads, also what element-wise operators and norms compute from other saved tensors. options: of inductor.
     """
     for module in eager:
         module.forward = torch.compiler.disable(module.forward, reason=f"{type(module).__name__} stays eager")
@@ -44,11 +48,13 @@ def compile_layers(
     # A layer whose submodules have hooks, such as those of tensor parallelism, shares no graphs with other layers.
     limit = torch._dynamo.config.recompile_limit * len(layers)
     for layer in layers:
-        layer.forward = _compiled(layer.forward, backend, limit, saves_all)
+        layer.forward = _compiled(layer.forward, backend, limit, saves_all, options)
 
 
-def _compiled(forward: Callable[..., Any], backend: str, limit: int, saves_all: bool) -> Callable[..., Any]:
-    compiled: Any = torch.compile(forward, backend=backend)
+def _compiled(
+    forward: Callable[..., Any], backend: str, limit: int, saves_all: bool, options: dict[str, Any] | None
+) -> Callable[..., Any]:
+    compiled: Any = torch.compile(forward, backend=backend, options=options)
     # Otherwise torch saves what a product of the backward reads, though fused kernels could write it again.
     lean = {x: False for x in ["ban_recompute_materialized_backward"] if hasattr(aot_config, x) and not saves_all}
 

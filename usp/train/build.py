@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.fsdp import FSDPModule
 
 from usp.attention import layout_name
@@ -101,6 +102,7 @@ class EngineRecipe:
     weights_dtype: torch.dtype = torch.float32
     lora: Lora | None = None
     compile: str = ""
+    async_tp: bool = False
     fp8: str = "none"
     fp8_emulate: bool = False
     indexer_loss_coef: float = 0.0
@@ -287,7 +289,13 @@ def _build_stage(index: int, recipe: EngineRecipe, mesh: ParallelMesh) -> Causal
     if recipe.mlp_tile:
         apply_tiled_mlp(decoder_layers(model), recipe.mlp_tile, recipe.compile)
     if recipe.compile:
-        compile_layers(decoder_layers(model), recipe.compile, _eager_modules(model, recipe), recipe.ac != "none")
+        options: dict[str, Any] | None = None
+        if recipe.async_tp:
+            # Deprecated, but inductor's pass leaves groups alone that this was not called for.
+            enable_symm_mem_for_group(mesh.group("tp").group_name)
+            options = {"_micro_pipeline_tp": True}
+        eager = _eager_modules(model, recipe)
+        compile_layers(decoder_layers(model), recipe.compile, eager, recipe.ac != "none", options)
     if recipe.router_replay:
         replay_choices(model, mesh, recipe.tp_sequence_parallel)
     attention = cast(UnifiedSPAttention, model.unified_sp)

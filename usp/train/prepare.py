@@ -184,7 +184,7 @@ def prepare(config: TrainConfig, launch: Launch, start: Start | None = None) -> 
         kernel_choice = prologue.choose_kernel(facts)
         prologue.check_vocabulary(f"--model {facts.name}", facts.vocab_size)
     prologue.check_frozen_weights("give a directory with a trained model")
-    problems += _float8_problems(config, device)
+    problems += _device_problems(config, device)
     named = dict(attempt(lambda: parse_named(config.eval_data)) or ())
     held_out = attempt(lambda: {name: find_data(path, name="eval_data") for name, path in named.items()}) or {}
     data = attempt(lambda: _find_all(config, held_out))
@@ -250,7 +250,9 @@ def _placed(prepared: PreparedRun, staged: Callable[[tuple[int, int]], Iterable[
     return prepared
 
 
-def _float8_problems(config: TrainConfig, device: torch.device | None) -> Iterator[str]:
+def _device_problems(config: TrainConfig, device: torch.device | None) -> Iterator[str]:
+    if config.async_tp and device is not None and device.type != "cuda":
+        yield f"--async-tp needs NVIDIA GPUs, and the device is {device.type}: remove it"
     if config.fp8 == "none":
         return
     if find_spec("torchao") is None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 
 from tests.harness.ranks import RankPool
 from tests.usp.hf.test_every_model import tiny_model
@@ -17,11 +18,14 @@ from tests.usp.tiny import loss_and_norm
 from tests.usp.train.families.test_families import write
 from usp import shard_batch
 from usp.config import TrainConfig
+from usp.hf.integrate import decoder_layers
 from usp.hf.shrink import VOCAB
 from usp.losses import NextTokenLoss
 from usp.parallel import ParallelMesh
+from usp.predict.fake_world import fake_world
 from usp.sp.sequence import split_rows
-from usp.train.build import EngineRecipe, build_engine, first_weights
+from usp.train.build import EngineRecipe, build_engine, build_stages, first_weights
+from usp.train.prepare import _device_problems
 from usp.train.resolve import resolve
 from usp.train.step import sum_over_ranks
 
@@ -123,3 +127,21 @@ def test_mixtures(ranks: RankPool, tmp_path: Path, name: str) -> None:
     model_type, backend, flags, graphs, breaks = MIXTURES[name]
     found = compare(ranks, tmp_path / model_type, model_type, backend, flags)
     assert (found["graphs"][0], len(found["breaks"])) == (graphs, breaks)
+
+
+def test_inductor_is_asked_to_divide_messages_of_tp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it makes of them needs GPUs."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, backend, options: asked.append(options) or forward)
+    flags: dict[str, Any] = {"tp": 2, "tp_sequence_parallel": True, "compile": True, "dtype": "bfloat16"}
+    for async_tp in (False, True):
+        config, model, _, dims = resolve(TrainConfig(seq_len=64, async_tp=async_tp, **flags), 2).valid()
+        with fake_world(2, 0):
+            mesh = ParallelMesh.create(dims)
+            stages = build_stages(EngineRecipe.of(config, model), mesh)
+            assert is_symm_mem_enabled_for_group(mesh.group("tp").group_name) is async_tp
+        layers = [layer for stage in stages for layer in decoder_layers(stage.model)]
+        assert asked == [{"_micro_pipeline_tp": True} if async_tp else None] * len(layers)
+        asked.clear()
+    (refused,) = _device_problems(TrainConfig(async_tp=True, **flags), torch.device("cpu"))
+    assert refused == "--async-tp needs NVIDIA GPUs, and the device is cpu: remove it"

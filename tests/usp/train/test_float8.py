@@ -54,7 +54,7 @@ from usp.parallel.reallocation.boxes import local_box
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
 from usp.train.build import EngineRecipe, build_engine, first_weights
-from usp.train.prepare import _float8_problems, prepare
+from usp.train.prepare import _device_problems, prepare
 from usp.train.resolve import resolve
 from usp.train.trainer import Trainer
 
@@ -343,18 +343,18 @@ def test_a_gpu_without_float8_and_a_missing_package_are_refused(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr("usp.train.prepare.find_spec", lambda name: None)
     config, gpu = TrainConfig(fp8="row"), torch.device("cuda", 0)
-    package, device = _float8_problems(config, gpu)
+    package, device = _device_problems(config, gpu)
     assert package == "--fp8 row needs the package torchao: pip install 'usp-toolkit[fp8]'"
     assert device == "--fp8 row needs a GPU with float8 (8.9 or above), not NVIDIA A100: give --fp8-emulate"
-    _, device = _float8_problems(replace(config, fp8="mx"), gpu)
+    _, device = _device_problems(replace(config, fp8="mx"), gpu)
     assert device == "--fp8 mx needs a GPU with float8 (10.0 or above), not NVIDIA A100: give --fp8-emulate"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.6")
-    assert list(_float8_problems(config, gpu)) == [package]
-    _, device = _float8_problems(replace(config, fp8="mx"), gpu)
+    assert list(_device_problems(config, gpu)) == [package]
+    _, device = _device_problems(replace(config, fp8="mx"), gpu)
     assert device == "--fp8 mx needs torch with CUDA 12.8, not 12.6: give --fp8-emulate"
-    assert list(_float8_problems(replace(config, fp8_emulate=True), gpu)) == [package]
-    assert list(_float8_problems(config, torch.device("cpu"))) == [package]
+    assert list(_device_problems(replace(config, fp8_emulate=True), gpu)) == [package]
+    assert list(_device_problems(config, torch.device("cpu"))) == [package]
 
 
 def test_the_summary_says_what_is_not_in_float8() -> None:
