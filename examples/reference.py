@@ -50,7 +50,8 @@ GROUPS = {
     "Mixtures of experts": "router_.*",
     "Sparse attention": "indexer_.*",
     "Evaluation and samples": "eval_.*|early_.*|sample_.*|keep_best",
-    "The run": "output|export_dtype|log_every|checkpoint_.*|keep_.*|resume|hang_timeout|wandb_project|profile|config",
+    "The run": "output|export_dtype|log_every|checkpoint_.*|keep_.*|resume|hang_timeout|profile|config",
+    "Trackers": ".*_project|mlflow_experiment",
 }
 HEADING = "| flag | key | values | default | |\n| --- | --- | --- | --- | --- |"
 HEAD = {

@@ -23,7 +23,7 @@ import usp.__main__
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("attention", "parallel", "usp")
-OPTIONAL = {"wandb", "triton"}  # used where it is installed; no feature needs it
+OPTIONAL = {"wandb", "trackio", "mlflow", "triton"}  # used where it is installed; no feature needs it
 
 
 @pytest.fixture(scope="module")

@@ -60,6 +60,7 @@ ROPE_SCALINGS = ("none", "yarn", "linear", "ntk")
 # them in a configuration file, and have no flags for them (`usp.commands.flags.parse`).
 UNPREDICTED = frozenset({
     "output", "log_every", "checkpoint_every", "keep_checkpoints", "resume", "hang_timeout", "wandb_project",
+    "trackio_project", "mlflow_experiment",
     "export_dtype", "profile", "plan", "tune_budget", "hardware", "data", "data_field", "packing",
     "bad_rows", "train_on", "data_cache", "data_changed", "tokenizer", "bos", "parse_special_tokens", "chat_template",
     "eval_data", "eval_every", "steps", "train_tokens", "seed", "learning_rate", "lr_schedule", "lr_final",
@@ -362,6 +363,10 @@ class CommonConfig(ComputeFlags, ParallelConfig, ModelFlags):
     """Seconds without progress before the run is aborted with a report of where each rank hangs. 0: no limit."""
     wandb_project: Annotated[str, arg(metavar="NAME", help_behavior_hint="(optional)")] = ""
     """Also log to this Weights & Biases project (requires wandb)."""
+    trackio_project: Annotated[str, arg(metavar="NAME", help_behavior_hint="(optional)")] = ""
+    """Also log to this Trackio project (requires trackio)."""
+    mlflow_experiment: Annotated[str, arg(metavar="NAME", help_behavior_hint="(optional)")] = ""
+    """Also log to this MLflow experiment (requires mlflow or mlflow-skinny)."""
 
 
 @dataclass(frozen=True)

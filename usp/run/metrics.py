@@ -2,7 +2,8 @@
 
     RUN/metrics.jsonl   every step, one JSON object per line
     RUN/tensorboard/    the same numbers for TensorBoard
-    RUN/wandb/          the same for Weights & Biases, if a project is set; RUN/wandb-id holds the run's id there
+    RUN/wandb/          the same for Weights & Biases, if a project is set; also for Trackio and MLflow, see `TRACKERS`
+    RUN/*-id            the run's id there
     RUN/profile/        rank-N.json.gz of the steps to profile, for chrome://tracing or ui.perfetto.dev
 
 Only rank 0 has a `RunLog`. It prints a line every `log_every` steps, and a progress bar on a terminal. A run resumed
@@ -15,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import resource
 import secrets
 import sys
@@ -34,6 +36,7 @@ from .output import LineFile, warn
 
 METRICS_FILE = "metrics.jsonl"
 BY_POSITION = "eval_loss_by_position"
+TRACKERS = {"wandb_project": "wandb", "trackio_project": "trackio", "mlflow_experiment": "mlflow"}  # and their packages
 WAITING = 0.01  # the part of a step that may go to waiting for data without a word
 
 
@@ -135,9 +138,17 @@ class StepRecord:
         )
 
 
+@dataclass(frozen=True)
+class Tracker:
+    """A run in an experiment tracker. log: add the numbers of a step. finish: end it, and say whether it failed."""
+
+    log: Callable[[dict[str, float], int], object]
+    finish: Callable[[bool], object]
+
+
 class RunLog:
     """Log of a run: writes its records below `folder` and prints them to `out` inside a `with` block. after: step of
-    the checkpoint that the run resumes from; 0 for a new run. ranks: their number. wandb: see `open_wandb`. phase:
+    the checkpoint that the run resumes from; 0 for a new run. ranks: their number. trackers: of `open_trackers`. phase:
     returns what the run is doing, which the bar shows."""
 
     def __init__(
@@ -149,7 +160,7 @@ class RunLog:
         out: TextIO,
         after: int = 0,
         ranks: int = 1,
-        wandb: Any = None,
+        trackers: Sequence[Tracker] = (),
         phase: Callable[[], str] = str,
     ) -> None:
         self._steps = steps
@@ -158,7 +169,7 @@ class RunLog:
         self._ended = file.stat().st_mtime if file.exists() else 0.0
         self._before = keep_records(file, after)
         self._tensorboard = TensorBoard(folder / "tensorboard", after)
-        self._wandb = wandb
+        self._trackers, self._tracked = trackers, self._before.get("step", 0)
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
         from rich.table import Column
@@ -182,16 +193,17 @@ class RunLog:
         self._progress.stop()
         self._tensorboard.close()
         self._file.close()
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if kind is None else 1)
+        for tracker in self._trackers:
+            tracker.finish(kind is not None)
 
     def record(self, record: Record) -> None:
         """Write and print one step."""
         self._file.append(record.step, [json.dumps({"step": record.step, "ranks": self._ranks, **record.numbers()})])
         numbers = {name: value for name, value in record.numbers().items() if value is not None}
         self._tensorboard.record(record.step, numbers)
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=record.step)
+        if record.step > self._tracked:  # what a resumed run repeats is there already
+            for tracker in self._trackers:
+                tracker.log(numbers, record.step)
         self._progress.update(self._task, completed=record.step)
         if record.printed or record.step in (1, self._steps) or record.step % self._log_every == 0:
             self._console.print(f"step {record.step}/{self._steps}  {record.line()}", soft_wrap=True)
@@ -263,27 +275,48 @@ def keep_records(file: Path, after: int) -> Mapping[str, Any]:
     return last
 
 
-def wandb_problem(project: str) -> str | None:
-    """Return why `project` cannot be logged to; None if it can, or is empty."""
-    spec = importlib.util.find_spec("wandb") if project else None
-    if not project or (spec is not None and spec.origin):  # a directory named wandb has no origin
-        return None
-    return f"--wandb-project {project} needs the package wandb, which is not installed: pip install wandb, or unset it"
+def tracker_problems(config: Any) -> Iterator[str]:
+    """Yield which of `TRACKERS` a configuration gives a project but lack their package."""
+    for name, package in TRACKERS.items():
+        if project := getattr(config, name):
+            spec = importlib.util.find_spec(package)
+            if spec is None or not spec.origin:  # a directory named wandb has no origin
+                needed = f"needs the package {package}, which is not installed: pip install {package}, or unset it"
+                yield f"--{name.replace('_', '-')} {project} {needed}"
 
 
-def open_wandb(project: str, folder: Path, config: Mapping[str, Any]) -> Any:
-    """Open the Weights & Biases run of `folder` in `project`, or resume it; None without a project. Its files are in
-    `folder`; WANDB_MODE=offline keeps them there. wandb ignores steps that are already logged."""
-    if not project:
-        return None
-    import wandb
+def open_trackers(config: Any, folder: Path) -> list[Tracker]:
+    """Open the run of `folder` in each of `TRACKERS` that has a project, or resume it. wandb's files are in `folder`
+    (WANDB_MODE=offline keeps them there), those of the others where they are set up to keep them."""
+    trackers, values = [], asdict(config)
+    identity, of_mlflow = folder / "wandb-id", folder / "mlflow-id"
+    if not identity.exists() and (config.wandb_project or config.trackio_project):
+        identity.write_text(secrets.token_hex(4))
+    if project := config.wandb_project:
+        import wandb
 
-    name = folder / "wandb-id"
-    if not name.exists():
-        name.write_text(secrets.token_hex(4))
-    return wandb.init(
-        project=project, name=folder.name, id=name.read_text(), resume="allow", dir=str(folder), config=dict(config)
-    )
+        options = {"id": identity.read_text(), "resume": "allow", "dir": str(folder), "config": values}
+        wandb_run = wandb.init(project=project, name=folder.name, **options)
+        trackers.append(Tracker(wandb_run.log, lambda failed: wandb_run.finish(exit_code=int(failed))))
+    if project := config.trackio_project:
+        import trackio
+
+        name = f"{folder.name}-{identity.read_text()}"  # which it has instead of an id
+        trackio_run = trackio.init(project=project, name=name, resume="allow", config=values)
+        trackers.append(Tracker(trackio_run.log, lambda failed: trackio_run.finish()))
+    if experiment := config.mlflow_experiment:
+        import mlflow
+
+        mlflow.set_experiment(experiment)
+        before = of_mlflow.read_text() if of_mlflow.exists() else None
+        of_mlflow.write_text(mlflow.start_run(run_id=before, run_name=folder.name).info.run_id)
+        mlflow.log_dict(values, "config.json")
+
+        def log(numbers: Mapping[str, float], step: int) -> None:
+            mlflow.log_metrics({re.sub(r"[^\w\-./ ]", "-", name): value for name, value in numbers.items()}, step=step)
+
+        trackers.append(Tracker(log, lambda failed: mlflow.end_run("FAILED" if failed else "FINISHED")))
+    return trackers
 
 
 def parse_steps(text: str, steps: int) -> range:

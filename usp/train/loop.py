@@ -28,7 +28,7 @@ from usp.parallel import Checkpointer, DamagedCheckpoint, complete_checkpoints, 
 from usp.presets import PRESETS
 from usp.run.failures import CheckpointFailed, ConfigurationError, Stopped, TrainingDiverged, UserCodeFailed
 from usp.run.launch import StopRequest
-from usp.run.metrics import Record, RunLog, open_wandb, seconds
+from usp.run.metrics import Record, RunLog, open_trackers, seconds
 from usp.run.output import LineFile, warn, working
 from usp.run.watchdog import Watchdog
 
@@ -331,6 +331,6 @@ class TrainingLoop(ABC):
             out=sys.stdout,
             after=self.done,
             ranks=dist.get_world_size(),
-            wandb=open_wandb(config.wandb_project, self.folder, asdict(config)),
+            trackers=open_trackers(config, self.folder),
             phase=lambda: self.watchdog.phase,
         )

@@ -31,7 +31,7 @@ from usp.model.facts import ModelFacts, ModelShape
 from usp.presets import PRESETS
 from usp.run.failures import Problems
 from usp.run.launch import Launch, choose_device, computation_dtype
-from usp.run.metrics import parse_steps, wandb_problem
+from usp.run.metrics import parse_steps, tracker_problems
 from usp.sp.kernel_choice import PACKED, choose_kernel
 from usp.sp.sp_attention import GATHER
 
@@ -119,7 +119,7 @@ class Prologue:
         if name is not None:
             reading |= {"chat_template": config.chat_template, "model": config.model}
             self.tokenizer = attempt(lambda: load_tokenizer(name, images=images(), **reading))
-        problems += filter(None, [wandb_problem(config.wandb_project)])
+        problems += tracker_problems(config)
 
     def choose_kernel(self, facts: ModelFacts) -> str:
         """Return the lines that name the kernel for packed documents on this device, those refused before it, and a

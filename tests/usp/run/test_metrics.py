@@ -11,7 +11,8 @@ import re
 import resource
 import sys
 import time
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from usp.config import TrainConfig
 from usp.model.facts import ModelFacts, training_flops, visible_pairs
-from usp.run.metrics import RunLog, StepRecord, count, open_wandb, peak_memory, size, wandb_problem
+from usp.run.metrics import TRACKERS, RunLog, StepRecord, count, open_trackers, peak_memory, size, tracker_problems
 
 RECORD = StepRecord(
     step=1,
@@ -147,44 +149,84 @@ told = []
 class _Run:
     def log(self, numbers, step):
         told.append((step, numbers))
-    def finish(self, exit_code):
+    def finish(self, exit_code=0):
         told.append(("finish", exit_code))
 
 def init(**arguments):
     told.append(("init", arguments))
     return _Run()
 """
+FAKE_MLFLOW = """
+from types import SimpleNamespace
+
+told = []
+
+def set_experiment(name):
+    told.append(("experiment", name))
+
+def start_run(run_id, run_name):
+    told.append(("start", run_id, run_name))
+    return SimpleNamespace(info=SimpleNamespace(run_id="7"))
+
+def log_dict(values, name):
+    told.append((name, values))
+
+def log_metrics(numbers, step):
+    told.append((step, numbers))
+
+def end_run(status):
+    told.append(("end", status))
+"""
+PROJECTS = {"wandb_project": "attention", "trackio_project": "long", "mlflow_experiment": "lab"}
 
 
-def test_a_wandb_project_gets_the_same_metrics(
+def test_trackers_get_the_same_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    (tmp_path / "wandb.py").write_text(FAKE_WANDB)
+    for name in (packages := tuple(TRACKERS.values())):
+        (tmp_path / f"{name}.py").write_text(FAKE_MLFLOW if name == "mlflow" else FAKE_WANDB)
     monkeypatch.syspath_prepend(tmp_path)
-    request.addfinalizer(lambda: sys.modules.pop("wandb", None))
+    request.addfinalizer(lambda: [sys.modules.pop(name, None) for name in packages])
     folder = tmp_path / "run"
     folder.mkdir()
-    assert wandb_problem("attention") is None and open_wandb("", folder, {}) is None
-    for after in (0, 1):
-        wandb = open_wandb("attention", folder, {"seed": 3})
-        with RunLog(folder, steps=2, log_every=1, out=io.StringIO(), after=after, wandb=wandb) as log:
-            log.record(replace(RECORD, step=after + 1))
-    (first, step_1, finish, second, step_2, _) = importlib.import_module("wandb").told
-    assert first == second and first[1]["id"] == (folder / "wandb-id").read_text()
-    assert (first[1]["project"], first[1]["name"], first[1]["config"]) == ("attention", "run", {"seed": 3})
-    assert (step_1[0], step_2[0], finish) == (1, 2, ("finish", 0))
-    assert step_1[1]["loss"] == 2.5 and "step" not in step_1[1] and "mfu" not in step_1[1]
+    config = TrainConfig(seed=3, **PROJECTS)
+    assert not [*tracker_problems(config)] and not open_trackers(TrainConfig(), folder)
+    for after, numbers in ((0, (1, 2)), (1, (2, 3))):  # step 2 is repeated
+        trackers = open_trackers(config, folder)
+        with (
+            suppress(KeyboardInterrupt),
+            RunLog(folder, steps=3, log_every=1, out=io.StringIO(), after=after, trackers=trackers) as log,
+        ):
+            for step in numbers:
+                log.record(replace(RECORD, step=step))
+            if after:
+                raise KeyboardInterrupt
+    wandb, trackio, mlflow = (importlib.import_module(name).told for name in packages)
+    for told, project in ((wandb, "attention"), (trackio, "long")):
+        first, step_1, step_2, _, second, step_3, _ = told
+        assert first == second and first[1]["project"] == project and first[1]["config"] == asdict(config)
+        assert [each[0] for each in (step_1, step_2, step_3)] == [1, 2, 3]
+        assert step_1[1]["loss"] == 2.5 and "step" not in step_1[1] and "mfu" not in step_1[1]
+    identity = (folder / "wandb-id").read_text()
+    assert (wandb[0][1]["id"], trackio[0][1]["name"]) == (identity, f"run-{identity}")
+    assert (wandb[3], wandb[-1]) == (("finish", 0), ("finish", 1))
+    assert [each for each in mlflow if each[0] in ("start", "end")] == [
+        ("start", None, "run"),
+        ("end", "FINISHED"),
+        ("start", "7", "run"),
+        ("end", "FAILED"),
+    ]
+    assert [step for step, numbers in (each for each in mlflow if len(each) == 2) if step in (1, 2, 3)] == [1, 2, 3]
 
 
-def test_a_project_without_wandb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_project_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wandb").mkdir()  # left by an earlier run; not the package
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    assert wandb_problem("") is None
-    assert "--wandb-project attention needs the package wandb, which is not installed" in str(
-        wandb_problem("attention")
-    )
+    assert not [*tracker_problems(TrainConfig())]
+    said = [*tracker_problems(TrainConfig(**PROJECTS))]
+    assert len(said) == 3 and "--wandb-project attention needs the package wandb, which is not installed" in said[0]
 
 
 def test_sizes_and_counts_are_short() -> None:
