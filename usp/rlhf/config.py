@@ -498,11 +498,6 @@ def _rollout_violations(config: RlhfConfig) -> Iterator[str]:
     if config.partial_rollouts and config.oversample > config.staleness:
         most = f"--staleness = {config.staleness}: more cannot be trained on in time"
         yield f"--oversample = {config.oversample:g} must be at most {most}"
-    if not config.begins_ahead:
-        return
-    asked = "--partial-rollouts" if config.partial_rollouts else f"--oversample = {config.oversample:g}"
-    if config.episodes:
-        yield f"{asked} stops responses, and an --environment or --agent cannot be stopped and go on: remove one"
 
 
 def _search_violations(config: RlhfConfig) -> Iterator[str]:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +119,15 @@ class Processes:
         except BrokenPipeError:
             self._lost.append(self._end(process, "its process has ended"))
 
+    def keep(self, numbers: Collection[int]) -> None:
+        """End the episodes but these, whose steps have their time from now on: nobody has listened to them."""
+        self._lost = [each for each in self._lost if each.number in numbers]
+        for number, process in [*self._of_episode.items()]:
+            if number not in numbers:
+                self._end(process, "")
+            elif process.until:
+                process.until = time.monotonic() + self._timeout
+
     def end(self, number: int) -> None:
         """End an episode; its process takes another one, but that of an agent, whose command may have left others."""
         if self._environment == AGENT and number in self._of_episode:
@@ -154,16 +163,16 @@ class Processes:
                 self.end(answer.number)
         return [found[number] for number in range(len(turns))]
 
-    def stop(self) -> None:
-        """End the processes whose episodes run."""
-        for process in list(self._of_episode.values()):
-            self._end(process, "")
-
     def close(self) -> None:
         """End all processes."""
-        for process in [*self._free, *self._of_episode.values()]:
+        self.keep(())
+        for process in [*self._free]:
             self._end(process, "")
         self._selector.close()
+
+    def another(self) -> Processes:
+        """Return others of the same environment, whose episodes have numbers of their own."""
+        return Processes(self._environment, self._timeout, json.loads(self._settings))
 
     def _start(self) -> _Process:
         command = [sys.executable, __file__, self._environment, self._settings]

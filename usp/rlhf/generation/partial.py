@@ -2,7 +2,8 @@
 
 A response that goes on is a prompt of all tokens so far, whose keys and values are computed again, with the new
 weights. A token keeps the log-probability and the version of the weights that wrote it. By our own decoding its noise
-depends on its position alone, so under equal weights the tokens are those without a stop.
+depends on its position alone, so under equal weights the tokens are those without a stop. The environments of episodes
+wait meanwhile, or work.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from usp.rlhf.samples import Samples, derived_seed
 
 from .decoding import GeneratedResponse
 from .generate import RolloutEngine, sample_values
+from .turns import EpisodeRecord
 
 PER_TOKEN = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int64}  # of a response so far
 _NOTHING: dict[str, Any] = {key: torch.zeros(0, dtype=dtype) for key, dtype in PER_TOKEN.items()}
@@ -27,11 +29,12 @@ NOT_BEGUN = GeneratedResponse(**_NOTHING, finished=False, complete=False)
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """A prompt and its responses so far. seed: of the group."""
+    """A prompt and its responses so far, of episodes with a `record`. seed: of the group. index: of the example."""
 
     prompt: Tensor
     seed: int
     responses: tuple[GeneratedResponse, ...]
+    index: int = 0
 
     @property
     def complete(self) -> bool:
@@ -72,18 +75,31 @@ def go_on(
         [groups[ticket].prompt for ticket, _ in places],
         work,
         [derived_seed(groups[ticket].seed, k) for ticket, k in places],
-        begun=[groups[ticket].responses[k].tokens.tolist() for ticket, k in places],
+        [(ticket * work.group_size + k, groups[ticket].index) for ticket, k in places],
+        begun=[groups[ticket].responses[k] for ticket, k in places],
         enough=ended,
     )
     after = {ticket: list(group.responses) for ticket, group in groups.items()}
     for (ticket, k), response in zip(places, more, strict=True):
-        parts = after[ticket][k], replace(response, versions=torch.full_like(response.tokens, version))
-        joined: dict[str, Any] = {key: torch.cat([getattr(part, key) for part in parts]) for key in PER_TOKEN}
-        after[ticket][k] = replace(response, **joined)
+        before = after[ticket][k].versions
+        versions = torch.cat((before, torch.full_like(response.tokens[len(before) :], version)))
+        record = response.record
+        after[ticket][k] = so_far(record.of_version(version)) if record else replace(response, versions=versions)
     return {ticket: replace(groups[ticket], responses=tuple(after[ticket])) for ticket in groups}, complete
+
+
+def so_far(record: EpisodeRecord) -> GeneratedResponse:
+    """Return an episode as a response whose tokens are all that `EpisodeRecord.flat` has, to be kept."""
+    kept = {key: torch.tensor(values, dtype=PER_TOKEN[key]) for key, values in record.flat().items()}
+    return GeneratedResponse(**kept, finished=record.done, complete=record.over, record=record)
 
 
 def group_samples(groups: Sequence[Group], ids: Sequence[int], work: Generate) -> Samples:
     """Return the samples of complete groups, as `generate_samples` does, with the ids of all of their samples."""
-    samples = [sample_values(group.prompt, each) for group in groups for each in group.responses]
+    own_prompt, none = bool(work.episodes and work.episodes.begin), NOT_BEGUN.routed
+    samples = [
+        sample_values(group.prompt, each.record.response(lambda _: none, own_prompt) if each.record else each)
+        for group in groups
+        for each in group.responses
+    ]
     return Samples(tuple(ids), {key: [sample[key] for sample in samples] for key in generated_keys(work)})
