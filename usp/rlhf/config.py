@@ -202,6 +202,8 @@ class EnvironmentConfig:
     """Maximum tokens of all observations of an episode; of an agent's conversation, what the policy has not written."""
     environment_timeout: Positive = 60.0
     """Seconds of a step of the environment, or of an agent from a reply to its next request, which is ended then."""
+    episode_timeout: NotNegative = 0.0
+    """Seconds of an episode, which ends then as it is, as at --max-turns. 0: no limit."""
 
     @property
     def episodes(self) -> bool:

@@ -78,6 +78,7 @@ class _Process:
 
     popen: subprocess.Popen[bytes]
     number: int = -1  # of the episode; -1: free
+    ends: float = math.inf  # when the episode does
     until: float = 0.0  # when its answer is due
     read: bytearray = field(default_factory=bytearray)
 
@@ -88,11 +89,17 @@ class Processes:
 
     Args:
         environment: PATH.py:NAME of a class with the methods of `Environment`, or a ready one (`make`) with its
-            settings. timeout: seconds of a step.
+            settings. timeout: seconds of a step. seconds: of an episode; 0: no limit.
     """
 
-    def __init__(self, environment: str, timeout: float = 60.0, settings: Mapping[str, Any] | None = None) -> None:
-        self._environment, self._timeout = environment, timeout
+    def __init__(
+        self,
+        environment: str,
+        timeout: float = 60.0,
+        settings: Mapping[str, Any] | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        self._environment, self._timeout, self._seconds = environment, timeout, seconds or math.inf
         self._settings = json.dumps({"seconds": TOOL_SHARE * timeout, **(settings or {})})
         ready = environment in (TOOLS, REWARD) and (settings or {})["reward"].partition("=")[0] in TEXT_REWARDS
         by_text = ready or environment == AGENT
@@ -109,8 +116,9 @@ class Processes:
                 self._end(process, "it died between two episodes")
             self._of_episode[number] = self._free.pop() if self._free else self._start()
             self._of_episode[number].number = number
+            self._of_episode[number].ends = time.monotonic() + self._seconds
         process = self._of_episode[number]
-        process.until = time.monotonic() + self._timeout
+        process.until = min(time.monotonic() + self._timeout, process.ends)
         asked = {"turn": turn} if sample is None else {"turn": turn, "sample": sample}
         assert process.popen.stdin is not None
         try:
@@ -126,7 +134,7 @@ class Processes:
             if number not in numbers:
                 self._end(process, "")
             elif process.until:
-                process.until = time.monotonic() + self._timeout
+                process.until = min(time.monotonic() + self._timeout, process.ends)
 
     def end(self, number: int) -> None:
         """End an episode; its process takes another one, but that of an agent, whose command may have left others."""
@@ -145,8 +153,10 @@ class Processes:
             left = max(0.0, due - time.monotonic()) if wait and not found else 0.0
             for key, _ in self._selector.select(left) if asked else ():
                 found += self._receive(key.data)
-            late = [process for process in asked if 0 < process.until < time.monotonic()]
-            found += [self._end(each, f"a step took longer than {self._timeout:g} seconds") for each in late]
+            late, long = time.monotonic(), f"a step took longer than {self._timeout:g} seconds"
+            for each in [process for process in asked if 0 < process.until < late]:
+                ended = self._end(each, long)
+                found.append(Answer(ended.number, done=False) if each.ends < late else ended)
             if found or not wait or not asked:
                 return found
 
@@ -172,7 +182,7 @@ class Processes:
 
     def another(self) -> Processes:
         """Return others of the same environment, whose episodes have numbers of their own."""
-        return Processes(self._environment, self._timeout, json.loads(self._settings))
+        return Processes(self._environment, self._timeout, json.loads(self._settings), self._seconds)
 
     def _start(self) -> _Process:
         command = [sys.executable, __file__, self._environment, self._settings]

@@ -242,8 +242,6 @@ class Generator:
         self._mesh.agree(arguments, "the arguments of generate", tuple(self._groups))
         turns = None
         if episodes is not None:
-            if self._together is not None:
-                raise ValueError("experts are spread over data-parallel ranks, which wait for different environments")
             options: dict[str, Any] = {"leads": self._samples, "context": context, "agents": self._slots}
             turns = Turns(rollouts, episodes, samples, self._groups, begun, enough, **options)
         with closing(turns) if turns else nullcontext():
@@ -266,19 +264,19 @@ class Generator:
         step: Callable[[int, int], None] = partial(graphs or self._step, static, sampling)
         while True:
             if turns is not None and turns.waiting:
-                slots.add(turns.go_on(wait=not (slots.pending or steps)))
+                slots.add(turns.go_on(wait=not (slots.pending or steps or self._together)))
                 if turns.ended:
                     slots.stop()
             admitted = slots.admit()
             groups = slots.prefill_groups(admitted, self._multiple, _PREFILL_TOKENS)
             forwards = len(groups) + slots.pending
-            most = self._most(forwards)
+            while steps and not forwards:
+                self._read(slots, steps.popleft(), ended, turns, enough)
+            # A rank that waits for environments keeps those here with which it shares experts.
+            most = self._most(2 * forwards + (turns is not None and turns.waiting))
             if not most:
-                while steps:
-                    self._read(slots, steps.popleft(), ended, turns, enough)
-                if turns is None or not turns.waiting:
-                    break
-            for _ in range(most - forwards):
+                break
+            for _ in range(most // 2 - forwards):
                 serve_experts(self._experts)
             if not forwards:
                 continue

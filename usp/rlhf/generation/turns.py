@@ -34,8 +34,8 @@ from .decoding import GeneratedResponse, Rollout
 
 @dataclass(eq=False)
 class Turn:
-    """A turn of the policy, whose rollout has all ids before it as a prompt, `new` ones at its end. path: the numbers of
-    the turns of its sequence, its own the last. observed: ids of the sequence that count as observations."""
+    """A turn of the policy, whose rollout has all ids before it as a prompt, `new` ones at its end. path: the numbers
+    of the turns of its sequence, its own the last. observed: ids of the sequence that count as observations."""
 
     rollout: Rollout
     new: int
@@ -73,7 +73,7 @@ class EpisodeRecord:
                 tokens += [*new, *rollout.tokens]
                 logprobs += [0.0] * len(new) + [x if owner else 0.0 for x in rollout.logprobs]
                 owners += [0] * len(new) + [owner] * len(rollout.tokens)
-                versions += [0] * len(new) + rollout.versions
+                versions += [0] * len(new) + (rollout.versions or [0] * len(rollout.tokens))
             branches += [branches[-1] + 1 if branches else 0] * (len(tokens) - begin)
         cut = len(self.turns[0].rollout.prompt) if self.turns else 0
         ids, more = torch.tensor(tokens, dtype=torch.int64), dict[str, Any]()
@@ -97,9 +97,7 @@ class EpisodeRecord:
 
     def again(self, number: int) -> EpisodeRecord:
         """Return a copy that goes on as episode `number` of another call; turns that are over are shared."""
-        turns = [
-            turn if turn.rollout.done else replace(turn, rollout=turn.rollout.again(number)) for turn in self.turns
-        ]
+        turns = [one if one.rollout.done else replace(one, rollout=one.rollout.again(number)) for one in self.turns]
         asked = [turns[each.path[-1]] if isinstance(each, Turn) else each for each in self.asked]
         return replace(self, turns=turns, asked=asked, rewards=[*self.rewards], script=[*self.script])
 
@@ -129,10 +127,8 @@ class EpisodeRecord:
         turns, at = list[Turn](), 0
         for new, path, written, limit, stopped in extra["turns"]:
             last = turns[path[-2]].rollout if len(path) > 1 else Rollout([], 0, 0)
-            prompt, of = (
-                [*last.prompt, *last.tokens, *flat["tokens"][at : at + new]],
-                slice(at + new, at + new + written),
-            )
+            of = slice(at + new, at + new + written)
+            prompt = [*last.prompt, *last.tokens, *flat["tokens"][at : of.start]]
             one = Rollout(prompt, 0, limit, flat["tokens"][of], flat["logprobs"][of], stopped=stopped)
             one.versions, at = flat["versions"][of], of.stop
             turns.append(Turn(one, new, tuple(path)))
@@ -147,9 +143,9 @@ class Turns:
     """The episodes of `rollouts`, numbered from 0, in a generate call.
 
     Args:
-        samples: (id, prompt_index) of each. groups: by axis, of the ranks that keep the same records. begun, enough: see
-            `Generator.generate`. leads: whether this rank, the last one of pp and the first of the others, asks the
-            environments. context: the most tokens of a sequence. agents: how many of them run at a time.
+        samples: (id, prompt_index) of each. groups: by axis, of the ranks that keep the same records. begun, enough:
+            see `Generator.generate`. leads: whether this rank, the last one of pp and the first of the others, asks
+            the environments. context: the most tokens of a sequence. agents: how many of them run at a time.
 
     first: rollouts that are decoded at once. ended: whether episodes are `enough`.
     """
@@ -183,7 +179,7 @@ class Turns:
             if episodes.begin is not None and not record.begun:
                 self._later.append(number)
                 continue
-            if not record.turns:
+            if not record.turns and episodes.begin is None:
                 record.begin(Turn(rollouts[number], len(rollouts[number].prompt)))
             unfinished = [turn.rollout for turn in record.turns if not turn.rollout.done]
             record.missing = len(unfinished)
@@ -194,6 +190,8 @@ class Turns:
                 self._ask(number)
         for _ in range(min(agents - len(live), len(self._later))):
             self._ask(self._later.popleft())
+        while not self.ended and any(self.records[number].script for number in self._asked):  # before others go on
+            self.first += self.go_on(wait=True)
 
     @property
     def waiting(self) -> bool:
@@ -251,8 +249,7 @@ class Turns:
         number, error, blame = answer.number, answer.error, answer.blame
         record, told = self.records[number], list[dict[str, Any]]()
         done = answer.done and not any("refused" in each for each in record.asked if isinstance(each, dict))
-        if not (error or answer.done):
-            assert answer.observation is not None
+        if not (error or answer.done or answer.observation is None):
             agent, chat = self._episodes.begin is not None, self._episodes.examples[self._samples[number][1]].chat
             one = {"after": len(record.turns) - 1, "new": answer.observation}
             requests: Any = json.loads(str(answer.observation)) if agent else [one]
@@ -269,7 +266,7 @@ class Turns:
             last = record.turns[-1].rollout.tokens if record.turns else ()
             failed |= {"response": self._episodes.decode(last), "blame": blame}
             self._episodes.failures.append(failed)
-        ends = error or answer.done or (self._episodes.begin is None and "refused" in told[0])
+        ends = error or answer.done or not told or (self._episodes.begin is None and "refused" in told[0])
         return Answer(number, None if ends else told, answer.reward, done, error, blame=blame)
 
     def _request(self, number: int, request: Mapping[str, Any], chat: Any, place: int, shares: int) -> dict[str, Any]:

@@ -300,11 +300,8 @@ class VllmEngine:
         from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.sampling_params import RequestOutputKind
 
-        options = {
-            "max_tokens": rollout.limit - rollout.known,
-            "detokenize": False,
-            "output_kind": RequestOutputKind.DELTA,
-        }
+        options = {"detokenize": False, "output_kind": RequestOutputKind.DELTA}
+        options["max_tokens"] = rollout.limit - rollout.known
         self._engine.add_request(request, {"prompt_token_ids": rollout.given}, SamplingParams(**sampling, **options))
 
     def _step(self) -> Iterable[Written]:
