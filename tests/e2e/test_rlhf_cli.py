@@ -477,7 +477,7 @@ def test_a_killed_rank_loses_and_repeats_no_partial_rollout(
     metrics = [json.loads(line) for line in (calm / "metrics.jsonl").read_text().splitlines()]
     assert max(record["staleness_max"] for record in metrics) in (2, 3)
     saved = [read_extra(path)["rollouts"] for path in sorted((deadly / "checkpoints").iterdir())]
-    assert any(0 < tokens and not done for each in saved for of in each["states"].values() for tokens, done, *_ in of)
+    assert any(tokens > 0 and not done for each in saved for of in each["states"].values() for tokens, done, *_ in of)
     assert not saved[-1]["queue"]["begun"]
 
 

@@ -92,13 +92,7 @@ class Processes:
             settings. timeout: seconds of a step. seconds: of an episode; 0: no limit.
     """
 
-    def __init__(
-        self,
-        environment: str,
-        timeout: float = 60.0,
-        settings: Mapping[str, Any] | None = None,
-        seconds: float = 0.0,
-    ) -> None:
+    def __init__(self, environment: str, timeout: float = 60.0, settings: Any = None, seconds: float = 0.0) -> None:
         self._environment, self._timeout, self._seconds = environment, timeout, seconds or math.inf
         self._settings = json.dumps({"seconds": TOOL_SHARE * timeout, **(settings or {})})
         ready = environment in (TOOLS, REWARD) and (settings or {})["reward"].partition("=")[0] in TEXT_REWARDS

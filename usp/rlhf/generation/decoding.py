@@ -205,11 +205,7 @@ class Rollout:
 
     @staticmethod
     def begin(
-        prompts: Sequence[Tensor],
-        work: Generate,
-        seeds: Sequence[int],
-        begun: Sequence[GeneratedResponse],
-        context: int,
+        prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], begun: Sequence[Any] | None, context: int
     ) -> list[Rollout]:
         """Return the rollouts of prompts in a context of that many tokens; see `Generator.generate`."""
         rollouts = []

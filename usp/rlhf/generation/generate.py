@@ -193,7 +193,7 @@ class Generator:
         seeds: Sequence[int],
         samples: Sequence[tuple[int, int]] = (),
         *,
-        begun: Sequence[GeneratedResponse] = (),
+        begun: Sequence[GeneratedResponse] | None = None,
         enough: Enough | None = None,
     ) -> list[GeneratedResponse]:
         """Return one response per prompt, the same on every rank of the data-parallel group.
@@ -207,7 +207,7 @@ class Generator:
             prompts: 1-D integers, each with at least one token. `work.group_size` is ignored: repeat prompts instead.
             seeds: one per prompt; equal prompts with equal seeds get equal responses.
             samples: (id, prompt_index) of each, for the environments of `work.episodes`.
-            begun: each response so far, which goes on. Of episodes, those that an earlier call returned.
+            begun: each response so far, which goes on. Episodes that this call does not complete can go on, too.
             enough: called with the number of each response that is complete, as it is; once it returns True, generation
                 stops, and the others are not complete.
 
@@ -219,7 +219,7 @@ class Generator:
         """
         context, switch, episodes = self._context, self._switch, work.episodes
         observed = episodes.max_observation_tokens if episodes else 0
-        rollouts = Rollout.begin(prompts, work, seeds, () if episodes else begun, context)
+        rollouts = Rollout.begin(prompts, work, seeds, None if episodes else begun, context)
         violations = [
             f"prompt {index} has {len(prompt)} tokens, expected 1 to {context - 1} to leave room for a response in the "
             f"model's context of {context}"

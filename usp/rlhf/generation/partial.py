@@ -20,7 +20,6 @@ from usp.rlhf.samples import Samples, derived_seed
 
 from .decoding import GeneratedResponse
 from .generate import RolloutEngine, sample_values
-from .turns import EpisodeRecord
 
 PER_TOKEN = {"tokens": torch.int64, "logprobs": torch.float32, "versions": torch.int64}  # of a response so far
 _NOTHING: dict[str, Any] = {key: torch.zeros(0, dtype=dtype) for key, dtype in PER_TOKEN.items()}
@@ -82,16 +81,13 @@ def go_on(
     after = {ticket: list(group.responses) for ticket, group in groups.items()}
     for (ticket, k), response in zip(places, more, strict=True):
         before = after[ticket][k].versions
-        versions = torch.cat((before, torch.full_like(response.tokens[len(before) :], version)))
-        record = response.record
-        after[ticket][k] = so_far(record.of_version(version)) if record else replace(response, versions=versions)
+        written: dict[str, Any] = {"versions": torch.full_like(response.tokens[len(before) :], version)}
+        written["versions"] = torch.cat((before, written["versions"]))
+        if response.record:  # all of its turns, as a checkpoint keeps them
+            flat = response.record.flat(version)
+            written = {key: torch.tensor(values, dtype=PER_TOKEN[key]) for key, values in flat.items()}
+        after[ticket][k] = replace(response, **written)
     return {ticket: replace(groups[ticket], responses=tuple(after[ticket])) for ticket in groups}, complete
-
-
-def so_far(record: EpisodeRecord) -> GeneratedResponse:
-    """Return an episode as a response whose tokens are all that `EpisodeRecord.flat` has, to be kept."""
-    kept = {key: torch.tensor(values, dtype=PER_TOKEN[key]) for key, values in record.flat().items()}
-    return GeneratedResponse(**kept, finished=record.done, complete=record.over, record=record)
 
 
 def group_samples(groups: Sequence[Group], ids: Sequence[int], work: Generate) -> Samples:

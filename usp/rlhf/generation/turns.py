@@ -81,7 +81,7 @@ class EpisodeRecord:
             own = {"prompt": ids[:cut], "branches": torch.tensor(branches)} if own_prompt else {}
             more = {"routed": routed(self.turns[-1].rollout), **own, "versions": torch.tensor(versions[cut:]).long()}
         numbers = torch.tensor(logprobs[cut:], dtype=torch.float32), self.done, torch.tensor(owners[cut:]).long()
-        return GeneratedResponse(ids[cut:], *numbers, self.score, self.rewards, record=self, **more)
+        return GeneratedResponse(ids[cut:], *numbers, self.score, self.rewards, self.over, record=self, **more)
 
     def begin(self, turn: Turn) -> None:
         """Add a turn, with what it has written already by the script."""
@@ -101,15 +101,13 @@ class EpisodeRecord:
         asked = [turns[each.path[-1]] if isinstance(each, Turn) else each for each in self.asked]
         return replace(self, turns=turns, asked=asked, rewards=[*self.rewards], script=[*self.script])
 
-    def of_version(self, version: int) -> EpisodeRecord:
-        """Count the tokens of the last call as written by weights of this version; return the record."""
+    def flat(self, version: int) -> dict[str, list[Any]]:
+        """Return what is new before each turn, and what it wrote, one after another; version: of the weights that wrote
+        what the last call did."""
         for rollout in (turn.rollout for turn in self.turns):
             rollout.versions += [version] * (len(rollout.tokens) - len(rollout.versions))
-        return self
-
-    def flat(self) -> dict[str, list[Any]]:
-        """Return what is new before each turn, and what it wrote, one after another."""
-        pieces = [(turn.rollout, turn.rollout.prompt[len(turn.rollout.prompt) - turn.new :]) for turn in self._known]
+        turns = [*self.turns, *self.script]
+        pieces = [(turn.rollout, turn.rollout.prompt[len(turn.rollout.prompt) - turn.new :]) for turn in turns]
         flat: dict[str, list[Any]] = {"tokens": [token for one, new in pieces for token in (*new, *one.tokens)]}
         for key in ("logprobs", "versions"):
             flat[key] = [value for one, new in pieces for value in (*[0] * len(new), *getattr(one, key))]
@@ -118,7 +116,7 @@ class EpisodeRecord:
     def to_extra(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides `flat`, as JSON values."""
         numbers = {name: getattr(self, name) for name in ("rewards", "score", "done", "over")}
-        of_turns = [(turn.new, turn.path, turn.rollout) for turn in self._known]
+        of_turns = [(turn.new, turn.path, turn.rollout) for turn in (*self.turns, *self.script)]
         return {**numbers, "turns": [(new, path, len(r.tokens), r.limit, r.stopped) for new, path, r in of_turns]}
 
     @staticmethod
@@ -134,10 +132,6 @@ class EpisodeRecord:
             turns.append(Turn(one, new, tuple(path)))
         return EpisodeRecord(**{**extra, "turns": turns}) if extra["over"] else EpisodeRecord(script=turns)
 
-    @property
-    def _known(self) -> list[Turn]:
-        return [*self.turns, *self.script]
-
 
 class Turns:
     """The episodes of `rollouts`, numbered from 0, in a generate call.
@@ -147,7 +141,8 @@ class Turns:
             see `Generator.generate`. leads: whether this rank, the last one of pp and the first of the others, asks
             the environments. context: the most tokens of a sequence. agents: how many of them run at a time.
 
-    first: rollouts that are decoded at once. ended: whether episodes are `enough`.
+    waiting: the numbers of episodes whose answer is awaited. first: rollouts that are decoded at once. ended: whether
+        those that are over are `enough`.
     """
 
     def __init__(
@@ -156,24 +151,25 @@ class Turns:
         episodes: Episodes,
         samples: Sequence[tuple[int, int]],
         groups: Mapping[str, dist.ProcessGroup],
-        begun: Sequence[GeneratedResponse] = (),
+        begun: Sequence[GeneratedResponse] | None = None,
         enough: Callable[[int], bool] | None = None,
         *,
         leads: bool,
         context: int,
         agents: int,
     ) -> None:
-        known = [each.record for each in begun] or [None] * len(rollouts)
-        self.records = [EpisodeRecord() if of is None else of.again(number) for number, of in enumerate(known)]
+        known = [EpisodeRecord() for _ in rollouts] if begun is None else [each.record for each in begun]
+        self.records = [(each or EpisodeRecord()).again(number) for number, each in enumerate(known)]
         self._limits, self._seeds = [each.limit for each in rollouts], [each.seed for each in rollouts]
         # The seed of an episode that may go on tells its process in other calls, too.
-        self._keys, self._goes_on, self._enough = self._seeds if begun else [*range(len(rollouts))], bool(begun), enough
+        self._goes_on, self._enough = begun is not None, enough
+        self._keys = self._seeds if self._goes_on else [*range(len(rollouts))]
         self._number = {key: number for number, key in enumerate(self._keys)}
         self._episodes, self._samples, self._groups, self._context = episodes, samples, groups, context
         self._processes = episodes.processes if leads else None
-        self._asked, self._later, self.first, self.ended = set[int](), deque[int](), list[Rollout](), False
+        self.waiting, self._later, self.first, self.ended = set[int](), deque[int](), list[Rollout](), False
         live = [number for number, record in enumerate(self.records) if record.begun]
-        if self._processes is not None:
+        if self._processes is not None and rollouts:
             self._processes.keep({self._keys[number] for number in live})
         for number, record in enumerate(self.records):
             if episodes.begin is not None and not record.begun:
@@ -185,18 +181,13 @@ class Turns:
             record.missing = len(unfinished)
             self.first += unfinished
             if record.begun and not unfinished:
-                self._asked.add(number)
+                self.waiting.add(number)
             elif not unfinished:
                 self._ask(number)
         for _ in range(min(agents - len(live), len(self._later))):
             self._ask(self._later.popleft())
-        while not self.ended and any(self.records[number].script for number in self._asked):  # before others go on
+        while any(self.records[number].script for number in self.waiting):  # before others go on
             self.first += self.go_on(wait=True)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether an answer is awaited."""
-        return bool(self._asked) and not self.ended
 
     def close(self) -> None:
         """End the environments that have not answered, but those of episodes that may go on."""
@@ -227,7 +218,8 @@ class Turns:
 
     def _ask(self, number: int) -> None:
         """Send an environment the turns that it waits for."""
-        self._asked.add(number)
+        if not self.ended:
+            self.waiting.add(number)
         record = self.records[number]
         begun, record.begun = record.begun, True
         if self._processes is None:
@@ -296,7 +288,7 @@ class Turns:
         """Count an answer as of `_told`; return the rollouts of the next turns, if there are some."""
         requests: Any = told.observation
         record, number, rollouts = self.records[told.number], told.number, list[Rollout]()
-        self._asked.remove(number)
+        self.waiting.discard(number)
         record.rewards += [0.0] * (len(record.turns) - len(record.rewards))
         if told.error:
             record.score, record.rewards = score_of_failure(self._episodes.failure, told.blame), []
@@ -308,7 +300,9 @@ class Turns:
             if self._processes is not None:
                 self._processes.end(self._keys[number])
             self.ended |= self._enough is not None and self._enough(number)
-            if self._later and not self.ended:
+            if self.ended:
+                self.waiting.clear()
+            elif self._later:
                 self._ask(self._later.popleft())
             return []
         record.asked = []

@@ -218,7 +218,7 @@ class VllmEngine:
         seeds: Sequence[int],
         samples: Sequence[tuple[int, int]] = (),
         *,
-        begun: Sequence[GeneratedResponse] = (),
+        begun: Sequence[GeneratedResponse] | None = None,
         enough: Enough | None = None,
     ) -> list[GeneratedResponse]:
         """Return one response per prompt, the same on every rank of the group. Tokens depend on the seed, the weights
@@ -233,7 +233,7 @@ class VllmEngine:
         if long := [f"prompt {i} has {len(each)} tokens" for i, each in enumerate(prompts) if len(each) >= longest]:
             raise ValueError(f"{', '.join(long)}, expected 1 to {longest - 1}, which the engine was started for")
         episodes = work.episodes
-        rollouts = Rollout.begin(prompts, work, seeds, () if episodes else begun, longest)
+        rollouts = Rollout.begin(prompts, work, seeds, None if episodes else begun, longest)
         leads = self._mesh.rank("tp") == 0
         turns = None
         if episodes:

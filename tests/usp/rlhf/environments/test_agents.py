@@ -372,6 +372,7 @@ def in_parts(environment: str, parts: int, update: bool, resume: bool = False) -
         last, wanted = part == parts - 1, len(rows) * (part + 1) // parts
         kept = {k: [r.tokens.tolist() for r in group.responses] for k, group in groups.items()}
         before, (groups, complete) = groups, go_on(groups, work, policy.version, lambda of: len(of) >= wanted, policy)  # noqa: B023
+        groups, _ = go_on(groups, work, policy.version + 1, lambda of: True, policy)  # a step that has enough already
         assert len(complete) == len(rows) if last else wanted <= len(complete)
         assert kept == {k: [r.tokens.tolist() for r in group.responses] for k, group in before.items()}
         if resume:
@@ -416,10 +417,10 @@ def test_an_episode_goes_on_after_updates_and_in_a_resumed_run(
         assert trained(updated) == once(sampled)
         masked = zip(updated["versions"], updated["mask"], strict=True)
         assert any(len(versions[mask > 0].unique()) > 1 for versions, mask in masked)
-    again, of_version, response = Rollout.again, EpisodeRecord.of_version, EpisodeRecord.response
+    again, flat, response = Rollout.again, EpisodeRecord.flat, EpisodeRecord.response
     known = ("tokens", "logprobs", "versions")
     faults: list[tuple[Any, str, Any]] = [
-        (EpisodeRecord, "of_version", lambda self, version: of_version(self, max(version - 1, 0))),
+        (EpisodeRecord, "flat", lambda self, version: flat(self, max(version - 1, 0))),
         (Rollout, "again", lambda self, to: replace(again(self, to), logprobs=[x - 1 for x in self.logprobs])),
         (Rollout, "again", lambda self, to: replace(again(self, to), known=0, **{key: [] for key in known})),
         (EpisodeRecord, "response", lambda *of: replace(response(*of), turns=response(*of).turns.clamp(min=1))),
