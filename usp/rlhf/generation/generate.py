@@ -273,7 +273,7 @@ class Generator:
             while steps and not forwards:
                 self._read(slots, steps.popleft(), ended, turns, enough)
             # A rank that waits for environments keeps those here with which it shares experts.
-            most = self._most(2 * forwards + (turns is not None and turns.waiting))
+            most = self._most(2 * forwards + bool(turns and turns.waiting))
             if not most:
                 break
             for _ in range(most // 2 - forwards):

@@ -73,7 +73,7 @@ def episodes_of(rows: Sequence[dict[str, Any]], template: str = CHATML, **differ
     options: dict[str, Any] = {"max_turns": 10**6, "max_observation_tokens": 10**6}
     options |= {"begin": lambda chat: chats.prompt(chat, guarded=True).tolist()}
     return Episodes(
-        Processes(AGENT, different.pop("timeout", 60.0), settings),
+        Processes(AGENT, different.pop("timeout", 60.0), settings, different.pop("seconds", 0.0)),
         [Example(json.dumps(row), BYTES.encode("a row")) for row in rows],
         BYTES.decode,
         lambda new, turn, chat: ids_between(BYTES.encode, chats, new, turn, chat),
@@ -230,6 +230,9 @@ def test_an_agent_that_takes_too_long_is_ended() -> None:
     (hung,) = played(episodes, Sampled())
     (failure,) = episodes.failures
     assert failure["error"] == "a step took longer than 1.5 seconds" and hung.score == 0 and not hung.finished
+    episodes, policy = episodes_of([{"kind": "hang"}], seconds=2.5), Sampled()
+    (ended,) = played(episodes, policy)  # as at a limit of turns
+    assert not episodes.failures and ended.score == 0 and not ended.finished and violations([ended], policy.wrote) == 0
 
 
 @pytest.mark.slow
