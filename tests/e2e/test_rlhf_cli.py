@@ -448,7 +448,7 @@ def test_a_killed_rank_loses_and_repeats_no_partial_rollout(
     exhaustive: bool,
     scorer: tuple[str, str],
 ) -> None:
-    kills, steps = 8 if exhaustive else 1, 12 if exhaustive else 5
+    kills, steps = 8 if exhaustive else 1, 16 if exhaustive else 5
     (tmp_path / "kills.py").write_text(KILLS_AHEAD)
     (tmp_path / "env.py").write_text(IN_ORDER)
     monkeypatch.setenv("PARTIAL", "1")

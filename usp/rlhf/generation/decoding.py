@@ -211,15 +211,16 @@ class Rollout:
         rollouts = []
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             limit = min(work.max_new_tokens, context - len(prompt))
-            written = [begun[number].tokens.tolist(), begun[number].logprobs.tolist()] if begun else [[], []]
-            rollouts.append(Rollout(prompt.tolist(), seed, limit, *written, number=number, known=len(written[0])))
+            tokens, logprobs = (begun[number].tokens.tolist(), begun[number].logprobs.tolist()) if begun else ([], [])
+            rollout = Rollout(prompt.tolist(), seed, limit, tokens, logprobs, number=number, known=len(tokens))
+            rollouts.append(rollout)
         return rollouts
 
     def again(self, number: int) -> Rollout:
         """Return a copy that goes on as the response `number` of another call."""
-        known = {name: [*getattr(self, name)] for name in ("tokens", "logprobs", "versions")}
-        afresh: dict[str, Any] = {"cached": 0, "most_cached": 0, "unread": 0, "routed": []}
-        return replace(self, number=number, known=len(self.tokens), **known, **afresh)
+        new: Any = {name: [*getattr(self, name)] for name in ("tokens", "logprobs", "versions")}
+        new |= {"number": number, "known": len(self.tokens), "routed": []}
+        return replace(self, **new, cached=0, most_cached=0, unread=0)
 
     @property
     def given(self) -> list[int]:

@@ -256,7 +256,7 @@ class Generator:
         if work.routed and self._recorder is None:
             self._recorder = ChoiceRecorder(self._model)
         most = fitting_slots(self._slots, self._cache_tokens, places, self._sp)
-        slots, ended = Slots(rollouts, most, turns and turns.first), Stops(work, self._decode_text)
+        slots, ended = Slots(rollouts, most, turns.first if turns else None), Stops(work, self._decode_text)
         number, steps = len(slots.active), deque[_Step]()
         static, graphs = self._begin(number, places)
         cache, chosen = static.cache, static.chosen
