@@ -81,8 +81,8 @@ def go_on(
     after = {ticket: list(group.responses) for ticket, group in groups.items()}
     for (ticket, k), response in zip(places, more, strict=True):
         before = after[ticket][k].versions
-        written: dict[str, Any] = {"versions": torch.full_like(response.tokens[len(before) :], version)}
-        written["versions"] = torch.cat((before, written["versions"]))
+        new = torch.full_like(response.tokens[len(before) :], version)
+        written: dict[str, Any] = {"versions": torch.cat((before, new))}
         if response.record:  # all of its turns, as a checkpoint keeps them
             flat = response.record.flat(version)
             written = {key: torch.tensor(values, dtype=PER_TOKEN[key]) for key, values in flat.items()}
@@ -92,10 +92,8 @@ def go_on(
 
 def group_samples(groups: Sequence[Group], ids: Sequence[int], work: Generate) -> Samples:
     """Return the samples of complete groups, as `generate_samples` does, with the ids of all of their samples."""
-    own_prompt, none = bool(work.episodes and work.episodes.begin), NOT_BEGUN.routed
-    samples = [
-        sample_values(group.prompt, each.record.response(lambda _: none, own_prompt) if each.record else each)
-        for group in groups
-        for each in group.responses
-    ]
+    given, own_prompt = (lambda _: NOT_BEGUN.routed), bool(work.episodes and work.episodes.begin)
+    pairs = [(group.prompt, each) for group in groups for each in group.responses]
+    whole = [(prompt, each.record.response(given, own_prompt) if each.record else each) for prompt, each in pairs]
+    samples = [sample_values(*each) for each in whole]
     return Samples(tuple(ids), {key: [sample[key] for sample in samples] for key in generated_keys(work)})

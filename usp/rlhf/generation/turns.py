@@ -90,8 +90,7 @@ class EpisodeRecord:
         if script and (script[0].path, script[0].rollout.prompt) == (turn.path, one.prompt):
             turn.rollout = replace(script[0].rollout.again(one.number), seed=one.seed, before=one.before)
         elif script:
-            turns = f"from turn {len(self.turns) + 1} on its turns are new"
-            warnings.warn(f"an episode goes another way than before the run was resumed: {turns}", stacklevel=1)
+            warnings.warn(f"an episode of the resumed run is new from turn {len(self.turns) + 1} on", stacklevel=1)
             self.script = []
         self.turns.append(turn)
 

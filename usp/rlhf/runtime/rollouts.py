@@ -105,13 +105,9 @@ class Rollouts:
         self.queue = queue.end(self._rules, step.number, taken, {step.tickets[i] for i in spare})
         left = {each.ticket for each in self.queue.begun}
         self._groups = {ticket: group for ticket, group in self._after.items() if ticket in left}
-        own = {
-            ticket: [
-                (len(each.tokens), each.complete, each.finished, each.record and each.record.to_extra())
-                for each in group.responses
-            ]
-            for ticket, group in self._groups.items()
-        }
+        own = dict[int, list[tuple[Any, ...]]]()
+        for at, of in self._groups.items():
+            own[at] = [(len(r.tokens), r.complete, r.finished, r.record and r.record.to_extra()) for r in of.responses]
         known = {ticket: of for told in gather_objects(own) for ticket, of in told.items()}
         self.states = {each.ticket: known[each.ticket] for each in self.queue.begun}
 
