@@ -428,6 +428,14 @@ def test_an_episode_goes_on_after_updates_and_in_a_resumed_run(
         (Rollout, "again", lambda self, to: replace(again(self, to), known=0, **{key: [] for key in known})),
         (EpisodeRecord, "response", lambda *of: replace(response(*of), turns=response(*of).turns.clamp(min=1))),
     ]
+
+    def twice(*of: Any) -> GeneratedResponse:
+        found = response(*of)
+        keys = ("tokens", "logprobs", "turns", "versions", *(("branches",) if found.branches is not None else ()))
+        last = {key: torch.cat((getattr(found, key), getattr(found, key)[-1:])) for key in keys}
+        return replace(found, **last)
+
+    faults.append((EpisodeRecord, "response", twice))
     for kind, name, fault in faults:
         with monkeypatch.context() as patch:
             patch.setattr(kind, name, fault)
