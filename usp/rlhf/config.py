@@ -202,6 +202,8 @@ class EnvironmentConfig:
     """Maximum tokens of all observations of an episode; of an agent's conversation, what the policy has not written."""
     environment_timeout: Positive = 60.0
     """Seconds of a step of the environment, or of an agent from a reply to its next request, which is ended then."""
+    episode_timeout: NotNegative = 0.0
+    """Seconds of an episode, which ends then as it is, as at --max-turns. 0: no limit."""
 
     @property
     def episodes(self) -> bool:
@@ -498,11 +500,6 @@ def _rollout_violations(config: RlhfConfig) -> Iterator[str]:
     if config.partial_rollouts and config.oversample > config.staleness:
         most = f"--staleness = {config.staleness}: more cannot be trained on in time"
         yield f"--oversample = {config.oversample:g} must be at most {most}"
-    if not config.begins_ahead:
-        return
-    asked = "--partial-rollouts" if config.partial_rollouts else f"--oversample = {config.oversample:g}"
-    if config.episodes:
-        yield f"{asked} stops responses, and an --environment or --agent cannot be stopped and go on: remove one"
 
 
 def _search_violations(config: RlhfConfig) -> Iterator[str]:

@@ -102,6 +102,8 @@ def _evaluated(call: ModelCall, prompts: Sequence[Example], config: RlhfConfig) 
         if temperature < 0:
             temperature = config.temperature if config.eval_samples > 1 else 0.0
         episodes = work.episodes and replace(work.episodes, examples=prompts)
+        if episodes and work.partial:  # those of training hold what goes on in the next step
+            episodes = replace(episodes, processes=episodes.processes.another())
         work = replace(work, group_size=config.eval_samples, temperature=temperature, episodes=episodes)
         work = replace(work, partial=False, routed=0)
         return replace(call, work=work, outputs=tuple(k for k in call.outputs if k not in ("versions", ROUTED)))

@@ -413,7 +413,7 @@ def _episodes(
         if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
             raise ValueError(f"--environment = {config.environment} has no method {' and no method '.join(missing)}")
     return Episodes(
-        Processes(config.environment or AGENT, config.environment_timeout, settings),
+        Processes(config.environment or AGENT, config.environment_timeout, settings, config.episode_timeout),
         examples,
         tokenizer.decode,
         partial(ids_between, tokenizer.encode_text, tokenizer.chats),

@@ -156,7 +156,10 @@ def test_pages_and_responses_beyond_scoring_do_not_end_a_run(ranks: RankPool, da
         ({"agent": sys.executable, "share_prefixes": True}, "is not supported with --environment: remove one"),
         ({"agent": sys.executable, "share_prefixes": True}, "is not supported with --share-prefixes: remove one"),
         ({"environment": "", "agent": "x", "ref": "http://localhost:1/v1"}, "with a server's log-probabilities (http"),
-        ({"environment": "", "agent": "x", "oversample": 2.0}, "--environment or --agent cannot be stopped and go on"),
+        (
+            {"environment": "", "episode_timeout": 9.0},
+            "--episode-timeout = 9.0 is an option of --environment and --agent",
+        ),
         (
             {"replan": "every=1", "plan": "search"},
             "--replan does not predict how often an environment or agent answers",

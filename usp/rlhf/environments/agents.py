@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeAlias
 
@@ -224,7 +225,7 @@ class AgentEnvironment:
         self._over = False  # a request was beyond a limit of the episode
 
     def reset(self, sample: Mapping[str, Any]) -> None:
-        self._sample, self._endpoint, self._told = sample, Endpoint(), b""
+        self._sample, self._endpoint, self._told = sample, Endpoint(), None
         row = {**{key: sample[key] for key in ("prompt_index", "sample")}, **sample["row"]}
         place = {"OPENAI_BASE_URL": f"http://127.0.0.1:{self._endpoint.server_port}/v1"}
         place["OPENAI_API_KEY"] = self._endpoint.token
@@ -239,10 +240,10 @@ class AgentEnvironment:
 
         threading.Thread(target=run, daemon=True).start()
 
-    def _ask(self, row: Message, place: Message, pauses: Sequence[float] = PAUSES) -> tuple[bytes, str]:
+    def _ask(self, row: Message, place: Message, pauses: Sequence[float] = PAUSES) -> tuple[Any, str]:
         """Ask the service to play the episode of a row; return its reply. Raises OSError or ValueError without one."""
         try:
-            return json.dumps(post(self._agent, {"row": row, **place}, timeout=FOREVER)).encode(), ""
+            return post(self._agent, {"row": row, **place}, timeout=FOREVER), ""
         except OSError:  # a busy service resets connections
             if not pauses or self.blames != ENVIRONMENT:
                 raise
@@ -271,18 +272,15 @@ class AgentEnvironment:
         if (failed and not self._over) or self.blames == ENVIRONMENT:
             refused = f"; the endpoint refused: {end.refused}" if end.refused else ""
             raise RuntimeError(f"the agent {failed or 'ended without a request'}{refused}")
-        try:
-            told = reward_of(read_json(self._told))
-        except ValueError:
-            told = None
+        told = reward_of(self._told)
         if (reward := told if told is not None else end.posted) is not None:
             return reward
         self.blames = REWARD_CODE
         return score(self._reward, self._sample, end.last)
 
 
-def _run(command: str, row: Message, place: dict[str, str]) -> tuple[bytes, str]:
-    """Run a command with a row; return its last line, and how it failed."""
+def _run(command: str, row: Message, place: dict[str, str]) -> tuple[Any, str]:
+    """Run a command with a row; return the value of its last line, None if that is no JSON, and how it failed."""
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
         given.write(json.dumps(row).encode() + b"\n")
         given.seek(0)
@@ -291,4 +289,6 @@ def _run(command: str, row: Message, place: dict[str, str]) -> tuple[bytes, str]
         done = subprocess.run(shlex.split(command), stdin=given, stdout=printed, check=False)
         printed.seek(0)
         failed = f"exited with code {done.returncode}" if done.returncode else ""
-        return printed.read().strip().split(b"\n")[-1], failed
+        with suppress(ValueError):
+            return read_json(printed.read().strip().split(b"\n")[-1]), failed
+        return None, failed

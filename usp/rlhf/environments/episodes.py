@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +78,7 @@ class _Process:
 
     popen: subprocess.Popen[bytes]
     number: int = -1  # of the episode; -1: free
+    ends: float = math.inf  # when the episode does
     until: float = 0.0  # when its answer is due
     read: bytearray = field(default_factory=bytearray)
 
@@ -88,11 +89,11 @@ class Processes:
 
     Args:
         environment: PATH.py:NAME of a class with the methods of `Environment`, or a ready one (`make`) with its
-            settings. timeout: seconds of a step.
+            settings. timeout: seconds of a step. seconds: of an episode; 0: no limit.
     """
 
-    def __init__(self, environment: str, timeout: float = 60.0, settings: Mapping[str, Any] | None = None) -> None:
-        self._environment, self._timeout = environment, timeout
+    def __init__(self, environment: str, timeout: float = 60.0, settings: Any = None, seconds: float = 0.0) -> None:
+        self._environment, self._timeout, self._seconds = environment, timeout, seconds or math.inf
         self._settings = json.dumps({"seconds": TOOL_SHARE * timeout, **(settings or {})})
         ready = environment in (TOOLS, REWARD) and (settings or {})["reward"].partition("=")[0] in TEXT_REWARDS
         by_text = ready or environment == AGENT
@@ -109,8 +110,9 @@ class Processes:
                 self._end(process, "it died between two episodes")
             self._of_episode[number] = self._free.pop() if self._free else self._start()
             self._of_episode[number].number = number
+            self._of_episode[number].ends = time.monotonic() + self._seconds
         process = self._of_episode[number]
-        process.until = time.monotonic() + self._timeout
+        process.until = min(time.monotonic() + self._timeout, process.ends)
         asked = {"turn": turn} if sample is None else {"turn": turn, "sample": sample}
         assert process.popen.stdin is not None
         try:
@@ -118,6 +120,15 @@ class Processes:
             process.popen.stdin.flush()
         except BrokenPipeError:
             self._lost.append(self._end(process, "its process has ended"))
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """End the episodes but these, whose steps have their time from now on: nobody has listened to them."""
+        self._lost = [each for each in self._lost if each.number in numbers]
+        for number, process in [*self._of_episode.items()]:
+            if number not in numbers:
+                self._end(process, "")
+            elif process.until:
+                process.until = min(time.monotonic() + self._timeout, process.ends)
 
     def end(self, number: int) -> None:
         """End an episode; its process takes another one, but that of an agent, whose command may have left others."""
@@ -136,8 +147,10 @@ class Processes:
             left = max(0.0, due - time.monotonic()) if wait and not found else 0.0
             for key, _ in self._selector.select(left) if asked else ():
                 found += self._receive(key.data)
-            late = [process for process in asked if 0 < process.until < time.monotonic()]
-            found += [self._end(each, f"a step took longer than {self._timeout:g} seconds") for each in late]
+            late, long = time.monotonic(), f"a step took longer than {self._timeout:g} seconds"
+            for each in [process for process in asked if 0 < process.until < late]:
+                ended = self._end(each, long)
+                found.append(Answer(ended.number, done=False) if each.ends < late else ended)
             if found or not wait or not asked:
                 return found
 
@@ -154,16 +167,16 @@ class Processes:
                 self.end(answer.number)
         return [found[number] for number in range(len(turns))]
 
-    def stop(self) -> None:
-        """End the processes whose episodes run."""
-        for process in list(self._of_episode.values()):
-            self._end(process, "")
-
     def close(self) -> None:
         """End all processes."""
-        for process in [*self._free, *self._of_episode.values()]:
+        self.keep(())
+        for process in [*self._free]:
             self._end(process, "")
         self._selector.close()
+
+    def another(self) -> Processes:
+        """Return others of the same environment, whose episodes have numbers of their own."""
+        return Processes(self._environment, self._timeout, json.loads(self._settings), self._seconds)
 
     def _start(self) -> _Process:
         command = [sys.executable, __file__, self._environment, self._settings]

@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,7 +157,7 @@ class GeneratedResponse:
     """One generated response.
 
     routed: the experts that the tokens of prompt and response chose, (tokens, `Generate.routed`). versions: of partial
-    rollouts, those of the weights that wrote each token.
+    rollouts, those of the weights that wrote each token. record: of an episode, its turns (`turns.EpisodeRecord`).
     """
 
     tokens: Tensor  # int64, on the CPU
@@ -170,6 +171,7 @@ class GeneratedResponse:
     versions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     prompt: Tensor | None = None  # int64, what an agent asked first, instead of the data's
     branches: Tensor | None = None  # int64, the conversation of each token of the prompt and the response; None: one
+    record: Any = None
 
 
 @dataclass(eq=False)
@@ -178,9 +180,10 @@ class Rollout:
 
     Attributes:
         limit: maximum tokens in the response.
-        number: of the response. before: tokens of the response that are in the prompt, with those of an environment;
-            the last `resumed` of these are of the same turn, whose generation had stopped.
-        cached: prompt tokens in this rank's cache. most_cached: in that of any rank, at most.
+        number: of the response. before: tokens of the response that are in the prompt, with those of an environment.
+        known: the first tokens, which an earlier call wrote, so that they are read as the prompt is. versions: of the
+            weights that wrote the tokens of earlier calls.
+        cached: `given` tokens in this rank's cache. most_cached: in that of any rank, at most.
         unread: tokens after these that decode steps have been issued for.
         routed: positions, and the experts that their tokens chose in this rank's layers; with `Generate.routed`.
     """
@@ -196,21 +199,33 @@ class Rollout:
     stopped: bool = False
     number: int = 0
     before: int = 0
-    resumed: int = 0
+    known: int = 0
+    versions: list[int] = field(default_factory=list)
     routed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @staticmethod
     def begin(
-        prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], begun: Sequence[Sequence[int]], context: int
+        prompts: Sequence[Tensor], work: Generate, seeds: Sequence[int], begun: Sequence[Any] | None, context: int
     ) -> list[Rollout]:
         """Return the rollouts of prompts in a context of that many tokens; see `Generator.generate`."""
         rollouts = []
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            tokens, limit = begun[number] if begun else (), min(work.max_new_tokens, context - len(prompt))
-            rollout = Rollout([*prompt.tolist(), *tokens], seed, limit - len(tokens), number=number)
-            rollout.before = rollout.resumed = len(tokens)
+            limit = min(work.max_new_tokens, context - len(prompt))
+            tokens, logprobs = (begun[number].tokens.tolist(), begun[number].logprobs.tolist()) if begun else ([], [])
+            rollout = Rollout(prompt.tolist(), seed, limit, tokens, logprobs, number=number, known=len(tokens))
             rollouts.append(rollout)
         return rollouts
+
+    def again(self, number: int) -> Rollout:
+        """Return a copy that goes on as the response `number` of another call."""
+        new: Any = {name: [*getattr(self, name)] for name in ("tokens", "logprobs", "versions")}
+        new |= {"number": number, "known": len(self.tokens), "routed": []}
+        return replace(self, **new, cached=0, most_cached=0, unread=0)
+
+    @property
+    def given(self) -> list[int]:
+        """All tokens that are read before the first one that is decoded."""
+        return [*self.prompt, *self.tokens[: self.known]] if self.known else self.prompt
 
     @property
     def decoded(self) -> int:
@@ -224,8 +239,7 @@ class Rollout:
         """Append a token that was decoded; return whether it is the last one."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        resumed = self.prompt[-self.resumed :] if self.resumed else []
-        self.stopped = ended([*resumed, *self.tokens] if resumed else self.tokens)
+        self.stopped = ended(self.tokens)
         return self.stopped or len(self.tokens) == self.limit
 
     def choices(self, width: int) -> Tensor:
@@ -252,11 +266,12 @@ class PrefillGroup:
 
 
 class Slots:
-    """The active sequences, at most `slots`, and the waiting ones."""
+    """The active sequences, at most `slots`, and the waiting ones. first: those of `rollouts`, all without it."""
 
-    def __init__(self, rollouts: Sequence[Rollout], slots: int) -> None:
+    def __init__(self, rollouts: Sequence[Rollout], slots: int, first: Sequence[Rollout] | None = None) -> None:
         # Sorted, so that prompts of similar length are prefilled together and equal prompts are adjacent.
-        self._waiting = deque(sorted(rollouts, key=lambda each: (not each.resumed, -len(each.prompt), each.prompt)))
+        waiting = rollouts if first is None else first
+        self._waiting = deque(sorted(waiting, key=lambda each: (not each.known, -len(each.given), each.given)))
         self.active: list[Rollout | None] = [None] * min(slots, len(rollouts))
 
     @property
@@ -287,8 +302,8 @@ class Slots:
         """
         groups: list[PrefillGroup] = []
         admitted = [(slot, rollout) for slot in slots if (rollout := self.active[slot])]
-        for slot, rollout in sorted(admitted, key=lambda pair: -len(pair[1].prompt)):
-            prompt = rollout.prompt[:-1]
+        for slot, rollout in sorted(admitted, key=lambda pair: -len(pair[1].given)):
+            prompt = rollout.given[:-1]
             if not prompt:
                 continue
             padded = -(-len(prompt) // multiple) * multiple
@@ -317,9 +332,10 @@ class Slots:
                 continue
             decoded = rollout.decoded
             token = -1 if rollout.unread else (rollout.tokens or rollout.prompt)[-1]
-            place, own = rollout.cached + decoded // ranks, decoded % ranks == rank
+            new = decoded - rollout.known
+            place, own = rollout.cached + new // ranks, new % ranks == rank
             columns.append((token, len(rollout.prompt) - 1 + decoded, place, own))
-            length = max(length, rollout.most_cached + decoded // ranks + 1)
+            length = max(length, rollout.most_cached + new // ranks + 1)
         return torch.tensor(columns).T, length
 
     def issue(self) -> tuple[Rollout | None, ...]:
@@ -379,7 +395,7 @@ def capacity(rollouts: Sequence[Rollout], ranks: int, multiple: int) -> int:
     """Return the cache places per slot and rank that fit any of the sequences. `ranks` divides `multiple`."""
     # Rows are as long as the longest prompt of their group, and in a contiguous layout one rank may then hold all of a
     # shorter prompt, so a sequence's own share is not a bound. One that goes on has a long prompt, and a low limit.
-    padded = [-(-(len(rollout.prompt) - 1) // multiple) * multiple for rollout in rollouts]
+    padded = [-(-(len(rollout.prompt) + rollout.known - 1) // multiple) * multiple for rollout in rollouts]
     most = max(padded) // ranks
     pairs = zip(padded, rollouts, strict=True)
-    return max(most, *(min(tokens, most) + -(-rollout.limit // ranks) for tokens, rollout in pairs))
+    return max(most, *(min(tokens, most) + -(-(each.limit - each.known) // ranks) for tokens, each in pairs))

@@ -193,7 +193,7 @@ class Generator:
         seeds: Sequence[int],
         samples: Sequence[tuple[int, int]] = (),
         *,
-        begun: Sequence[Sequence[int]] = (),
+        begun: Sequence[GeneratedResponse] | None = None,
         enough: Enough | None = None,
     ) -> list[GeneratedResponse]:
         """Return one response per prompt, the same on every rank of the data-parallel group.
@@ -207,9 +207,9 @@ class Generator:
             prompts: 1-D integers, each with at least one token. `work.group_size` is ignored: repeat prompts instead.
             seeds: one per prompt; equal prompts with equal seeds get equal responses.
             samples: (id, prompt_index) of each, for the environments of `work.episodes`.
-            begun: tokens with which each response goes on; the result has those that follow.
+            begun: each response so far, which goes on. Episodes that this call does not complete can go on, too.
             enough: called with the number of each response that is complete, as it is; once it returns True, generation
-                stops, and the others are not complete. Not for episodes.
+                stops, and the others are not complete.
 
         Raises:
             ValueError: before any communication, naming every prompt that does not fit the model's context, or if the
@@ -219,14 +219,14 @@ class Generator:
         """
         context, switch, episodes = self._context, self._switch, work.episodes
         observed = episodes.max_observation_tokens if episodes else 0
-        rollouts = Rollout.begin(prompts, work, seeds, begun, context)
+        rollouts = Rollout.begin(prompts, work, seeds, None if episodes else begun, context)
         violations = [
             f"prompt {index} has {len(prompt)} tokens, expected 1 to {context - 1} to leave room for a response in the "
             f"model's context of {context}"
             for index, prompt in enumerate(prompts)
             if not 0 < len(prompt) < context
         ] or [
-            f"prompt {index} has {len(prompt)} tokens and its response up to {each.limit + each.before}: beyond "
+            f"prompt {index} has {len(prompt)} tokens and its response up to {each.limit}: beyond "
             f"{switch} tokens rope_type='longrope' rotates all keys of a sequence differently, but cached ones stay: "
             f"use fewer new tokens"
             for index, (prompt, each) in enumerate(zip(prompts, rollouts, strict=True))
@@ -237,18 +237,16 @@ class Generator:
             violations.append(violation)
         if self._most(bool(violations)):
             raise ValueError("; ".join(violations) or "another data-parallel rank has invalid prompts")
-        started = [(r.prompt, r.seed) for r in rollouts]
+        started = [(r.given, r.seed) for r in rollouts]
         arguments = (len(rollouts), replace(work, episodes=None), self._slots, self._cache_tokens, started)
         self._mesh.agree(arguments, "the arguments of generate", tuple(self._groups))
         turns = None
         if episodes is not None:
-            if self._together is not None:
-                raise ValueError("experts are spread over data-parallel ranks, which wait for different environments")
-            leads, most = self._samples, self._slots
-            turns = Turns(rollouts, episodes, samples, self._groups, leads=leads, context=context, agents=most)
+            options: dict[str, Any] = {"leads": self._samples, "context": context, "agents": self._slots}
+            turns = Turns(rollouts, episodes, samples, self._groups, begun, enough, **options)
         with closing(turns) if turns else nullcontext():
             if rollouts or self._together is not None:
-                self._run(rollouts, work, places, turns, enough)
+                self._run(rollouts, work, places, turns, None if turns else enough)
         return turns.responses(self._routed) if turns else [each.response(self._routed(each)) for each in rollouts]
 
     def _run(
@@ -258,9 +256,7 @@ class Generator:
         if work.routed and self._recorder is None:
             self._recorder = ChoiceRecorder(self._model)
         most = fitting_slots(self._slots, self._cache_tokens, places, self._sp)
-        slots, ended = Slots(rollouts, most), Stops(work, self._decode_text)
-        if turns is not None and not turns.first:
-            slots.stop()
+        slots, ended = Slots(rollouts, most, turns.first if turns else None), Stops(work, self._decode_text)
         number, steps = len(slots.active), deque[_Step]()
         static, graphs = self._begin(number, places)
         cache, chosen = static.cache, static.chosen
@@ -268,17 +264,19 @@ class Generator:
         step: Callable[[int, int], None] = partial(graphs or self._step, static, sampling)
         while True:
             if turns is not None and turns.waiting:
-                slots.add(turns.go_on(wait=not (slots.pending or steps)))
+                slots.add(turns.go_on(wait=not (slots.pending or steps or self._together)))
+                if turns.ended:
+                    slots.stop()
             admitted = slots.admit()
             groups = slots.prefill_groups(admitted, self._multiple, _PREFILL_TOKENS)
             forwards = len(groups) + slots.pending
-            most = self._most(forwards)
+            while steps and not forwards:
+                self._read(slots, steps.popleft(), ended, turns, enough)
+            # A rank that waits for environments keeps those here with which it shares experts.
+            most = self._most(2 * forwards + bool(turns and turns.waiting))
             if not most:
-                while steps:
-                    self._read(slots, steps.popleft(), ended, turns, enough)
-                if turns is None or not turns.waiting:
-                    break
-            for _ in range(most - forwards):
+                break
+            for _ in range(most // 2 - forwards):
                 serve_experts(self._experts)
             if not forwards:
                 continue

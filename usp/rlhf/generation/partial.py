@@ -2,7 +2,8 @@
 
 A response that goes on is a prompt of all tokens so far, whose keys and values are computed again, with the new
 weights. A token keeps the log-probability and the version of the weights that wrote it. By our own decoding its noise
-depends on its position alone, so under equal weights the tokens are those without a stop.
+depends on its position alone, so under equal weights the tokens are those without a stop. The environments of episodes
+wait meanwhile, or work.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ NOT_BEGUN = GeneratedResponse(**_NOTHING, finished=False, complete=False)
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """A prompt and its responses so far. seed: of the group."""
+    """A prompt and its responses so far, of episodes with a `record`. seed: of the group. index: of the example."""
 
     prompt: Tensor
     seed: int
     responses: tuple[GeneratedResponse, ...]
+    index: int = 0
 
     @property
     def complete(self) -> bool:
@@ -72,18 +74,26 @@ def go_on(
         [groups[ticket].prompt for ticket, _ in places],
         work,
         [derived_seed(groups[ticket].seed, k) for ticket, k in places],
-        begun=[groups[ticket].responses[k].tokens.tolist() for ticket, k in places],
+        [(ticket * work.group_size + k, groups[ticket].index) for ticket, k in places],
+        begun=[groups[ticket].responses[k] for ticket, k in places],
         enough=ended,
     )
     after = {ticket: list(group.responses) for ticket, group in groups.items()}
     for (ticket, k), response in zip(places, more, strict=True):
-        parts = after[ticket][k], replace(response, versions=torch.full_like(response.tokens, version))
-        joined: dict[str, Any] = {key: torch.cat([getattr(part, key) for part in parts]) for key in PER_TOKEN}
-        after[ticket][k] = replace(response, **joined)
+        before = after[ticket][k].versions
+        new = torch.full_like(response.tokens[len(before) :], version)
+        written: dict[str, Any] = {"versions": torch.cat((before, new))}
+        if response.record:  # all of its turns, as a checkpoint keeps them
+            flat = response.record.flat(version)
+            written = {key: torch.tensor(values, dtype=PER_TOKEN[key]) for key, values in flat.items()}
+        after[ticket][k] = replace(response, **written)
     return {ticket: replace(groups[ticket], responses=tuple(after[ticket])) for ticket in groups}, complete
 
 
 def group_samples(groups: Sequence[Group], ids: Sequence[int], work: Generate) -> Samples:
     """Return the samples of complete groups, as `generate_samples` does, with the ids of all of their samples."""
-    samples = [sample_values(group.prompt, each) for group in groups for each in group.responses]
+    given, own_prompt = (lambda _: NOT_BEGUN.routed), bool(work.episodes and work.episodes.begin)
+    pairs = [(group.prompt, each) for group in groups for each in group.responses]
+    whole = [(prompt, each.record.response(given, own_prompt) if each.record else each) for prompt, each in pairs]
+    samples = [sample_values(*each) for each in whole]
     return Samples(tuple(ids), {key: [sample[key] for sample in samples] for key in generated_keys(work)})

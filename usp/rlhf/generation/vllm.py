@@ -218,7 +218,7 @@ class VllmEngine:
         seeds: Sequence[int],
         samples: Sequence[tuple[int, int]] = (),
         *,
-        begun: Sequence[Sequence[int]] = (),
+        begun: Sequence[GeneratedResponse] | None = None,
         enough: Enough | None = None,
     ) -> list[GeneratedResponse]:
         """Return one response per prompt, the same on every rank of the group. Tokens depend on the seed, the weights
@@ -232,14 +232,15 @@ class VllmEngine:
         longest = self._options.tokens
         if long := [f"prompt {i} has {len(each)} tokens" for i, each in enumerate(prompts) if len(each) >= longest]:
             raise ValueError(f"{', '.join(long)}, expected 1 to {longest - 1}, which the engine was started for")
-        rollouts, episodes = Rollout.begin(prompts, work, seeds, begun, longest), work.episodes
+        episodes = work.episodes
+        rollouts = Rollout.begin(prompts, work, seeds, None if episodes else begun, longest)
         leads = self._mesh.rank("tp") == 0
         turns = None
         if episodes:
             others: dict[str, Any] = {"leads": leads, "context": longest, "agents": self._options.slots}
-            turns = Turns(rollouts, episodes, samples, self._together, **others)
+            turns = Turns(rollouts, episodes, samples, self._together, begun, enough, **others)
         with closing(turns) if turns else nullcontext(), self._named("while it decoded"):
-            self._decode_all(rollouts, work, turns, enough)
+            self._decode_all(rollouts, work, turns, None if turns else enough)
         routed = methodcaller("choices", work.routed)
         found = turns.responses(routed) if turns else [each.response(routed(each)) for each in rollouts]
         for number, response in enumerate(found):
@@ -258,7 +259,7 @@ class VllmEngine:
         active, leaves = dict[str, Rollout](), False  # active: by request
 
         def begin(rollout: Rollout) -> None:
-            before, request = rollout.before, str(next(requests))
+            before, request = rollout.before + rollout.known, str(next(requests))
             sampling = {
                 "temperature": work.temperature,
                 "top_k": work.top_k,
@@ -276,6 +277,7 @@ class VllmEngine:
         while not leaves and (active or (turns is not None and turns.waiting)):
             for rollout in turns.go_on(wait=not active) if turns is not None and turns.waiting else ():
                 begin(rollout)
+            leaves = turns is not None and turns.ended
             for written in self._step() if active else ():
                 if (told := active.get(written.request)) is None:
                     continue  # its stop string is complete
@@ -298,8 +300,9 @@ class VllmEngine:
         from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.sampling_params import RequestOutputKind
 
-        options = {"max_tokens": rollout.limit, "detokenize": False, "output_kind": RequestOutputKind.DELTA}
-        self._engine.add_request(request, {"prompt_token_ids": rollout.prompt}, SamplingParams(**sampling, **options))
+        options = {"detokenize": False, "output_kind": RequestOutputKind.DELTA}
+        options["max_tokens"] = rollout.limit - rollout.known
+        self._engine.add_request(request, {"prompt_token_ids": rollout.given}, SamplingParams(**sampling, **options))
 
     def _step(self) -> Iterable[Written]:
         """Return the tokens that come next, of some requests."""
@@ -467,7 +470,7 @@ class ServedEngine(VllmEngine):
     def _begin(self, request: str, rollout: Rollout, sampling: Mapping[str, Any]) -> None:
         # Without these, the server's defaults, which may be those of a file, would hold.
         off = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
-        self._engine.begin(request, rollout.prompt, rollout.limit, {**sampling, **off})
+        self._engine.begin(request, rollout.given, rollout.limit - rollout.known, {**sampling, **off})
 
     def _step(self) -> Iterable[Written]:
         return self._engine.step()

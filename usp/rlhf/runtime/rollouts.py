@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from usp.parallel.groups import gather_objects
+from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.generation.partial import NOT_BEGUN, PER_TOKEN, Group, group_samples
+from usp.rlhf.generation.turns import EpisodeRecord
 from usp.rlhf.graph import DataflowGraph, Generate
 from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.roles.role_model import RoleModel
-from usp.rlhf.rollout_queue import QueueRules, RolloutQueue, choose
+from usp.rlhf.rollout_queue import BegunPrompt, QueueRules, RolloutQueue, choose
 from usp.rlhf.samples import Samples, derived_seed
 
 from .transfer import PROMPTS, StepData, whole_of_parts
@@ -43,7 +45,8 @@ class Rollouts:
     """The begun rollouts of the one generate call of a graph.
 
     queue: after the last step. states: of all begun prompts by ticket, and each response: its tokens so far, whether it
-        is complete, whether it ended by itself. Both are the same on every rank.
+        is complete, whether it ended by itself, and of an episode `EpisodeRecord.to_extra`. Both are the same on every
+        rank.
     """
 
     def __init__(self, options: RolloutOptions, graph: DataflowGraph, plan: ExecutionPlan) -> None:
@@ -55,7 +58,7 @@ class Rollouts:
         layout = plan[self.call.name]
         self._owner = layout.number_of(dist.get_rank()) if dist.get_rank() in layout.ranks else -1
         self._leads = dist.get_rank() in layout.leaders
-        self.queue, self.states = RolloutQueue(), dict[int, Sequence[tuple[int, bool, bool]]]()
+        self.queue, self.states = RolloutQueue(), dict[int, Sequence[tuple[Any, ...]]]()
         self._groups, self._after = dict[int, Group](), dict[int, Group]()
 
     def begin_step(self) -> StepData:
@@ -72,11 +75,7 @@ class Rollouts:
         assert isinstance(work, Generate) and step.tickets is not None
         number, begun = step.number, self.queue.begin(self._rules, step.number).of(self._owner)
         new = [each for each in begun if each.ticket not in self._groups]
-        prompts = self._options.draw([each.ticket for each in new])[PROMPTS] if new else []
-        groups = dict(self._groups)
-        for each, prompt in zip(new, prompts, strict=True):
-            seed = derived_seed(self._options.seed, f"rollout/{each.ticket}/{each.step}")
-            groups[each.ticket] = Group(prompt, seed, (NOT_BEGUN,) * work.group_size)
+        groups = self._groups | {each.ticket: self._begun(each, (NOT_BEGUN,) * work.group_size) for each in new}
 
         def enough(complete: Sequence[int]) -> bool:
             return choose(self._rules, number, begun, complete) is not None
@@ -106,10 +105,9 @@ class Rollouts:
         self.queue = queue.end(self._rules, step.number, taken, {step.tickets[i] for i in spare})
         left = {each.ticket for each in self.queue.begun}
         self._groups = {ticket: group for ticket, group in self._after.items() if ticket in left}
-        own = {
-            ticket: [(len(each.tokens), each.complete, each.finished) for each in group.responses]
-            for ticket, group in self._groups.items()
-        }
+        own = dict[int, list[tuple[Any, ...]]]()
+        for at, of in self._groups.items():
+            own[at] = [(len(r.tokens), r.complete, r.finished, r.record and r.record.to_extra()) for r in of.responses]
         known = {ticket: of for told in gather_objects(own) for ticket, of in told.items()}
         self.states = {each.ticket: known[each.ticket] for each in self.queue.begun}
 
@@ -153,13 +151,19 @@ class Rollouts:
             for place, piece in self._pieces(joined.cpu()):
                 values.setdefault(place, {})[key] = piece.clone()
         for each in self.queue.of(self._owner):
-            seed = derived_seed(self._options.seed, f"rollout/{each.ticket}/{each.step}")
             responses = []
-            for k, (_, complete, finished) in enumerate(self.states[each.ticket]):
-                so_far = values.get((each.ticket, k), {})
-                responses.append(replace(NOT_BEGUN, **so_far, finished=finished, complete=complete))
-            (prompt,) = self._options.draw([each.ticket])[PROMPTS]
-            self._groups[each.ticket] = Group(prompt, seed, tuple(responses))
+            for k, (_, complete, finished, *record) in enumerate(self.states[each.ticket]):
+                response = replace(NOT_BEGUN, **values.get((each.ticket, k), {}), finished=finished, complete=complete)
+                flat = {key: getattr(response, key).tolist() for key in PER_TOKEN}
+                of = EpisodeRecord.from_extra(record[0], flat) if any(record) else None
+                responses.append(replace(response, record=of))
+            self._groups[each.ticket] = self._begun(each, tuple(responses))
+
+    def _begun(self, prompt: BegunPrompt, responses: tuple[GeneratedResponse, ...]) -> Group:
+        drawn = self._options.draw([prompt.ticket])
+        seed = derived_seed(self._options.seed, f"rollout/{prompt.ticket}/{prompt.step}")
+        (index,) = drawn.values.get("prompt_index", (0,))
+        return Group(drawn[PROMPTS][0], seed, responses, int(index))
 
     def _pieces(self, joined: Tensor) -> list[tuple[tuple[int, int], Tensor]]:
         """Divide what `whole` returns under a key by ticket and number of the response."""

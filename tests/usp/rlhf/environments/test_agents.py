@@ -18,6 +18,7 @@ from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
+import torch
 from transformers import ByT5Tokenizer
 
 from usp.data.chats import Chat
@@ -26,7 +27,10 @@ from usp.hf.tokenizers import ChatTemplate
 from usp.rlhf.environments.agents import AGENT, comparable, followed, message_of, read_message
 from usp.rlhf.environments.episodes import Episodes, Processes, ids_between
 from usp.rlhf.generation.decoding import GeneratedResponse, Rollout
-from usp.rlhf.generation.turns import Turns
+from usp.rlhf.generation.partial import NOT_BEGUN, PER_TOKEN, Group, go_on, group_samples
+from usp.rlhf.generation.turns import EpisodeRecord, Turns
+from usp.rlhf.graph import Generate
+from usp.rlhf.samples import Samples
 
 from .test_episodes import CHATML
 
@@ -69,7 +73,7 @@ def episodes_of(rows: Sequence[dict[str, Any]], template: str = CHATML, **differ
     options: dict[str, Any] = {"max_turns": 10**6, "max_observation_tokens": 10**6}
     options |= {"begin": lambda chat: chats.prompt(chat, guarded=True).tolist()}
     return Episodes(
-        Processes(AGENT, different.pop("timeout", 60.0), settings),
+        Processes(AGENT, different.pop("timeout", 60.0), settings, different.pop("seconds", 0.0)),
         [Example(json.dumps(row), BYTES.encode("a row")) for row in rows],
         BYTES.decode,
         lambda new, turn, chat: ids_between(BYTES.encode, chats, new, turn, chat),
@@ -226,6 +230,9 @@ def test_an_agent_that_takes_too_long_is_ended() -> None:
     (hung,) = played(episodes, Sampled())
     (failure,) = episodes.failures
     assert failure["error"] == "a step took longer than 1.5 seconds" and hung.score == 0 and not hung.finished
+    episodes, policy = episodes_of([{"kind": "hang"}], seconds=2.5), Sampled()
+    (ended,) = played(episodes, policy)  # as at a limit of turns
+    assert not episodes.failures and ended.score == 0 and not ended.finished and violations([ended], policy.wrote) == 0
 
 
 @pytest.mark.slow
@@ -309,3 +316,128 @@ def test_the_client_of_openai_streams_and_completes(tmp_path: Path) -> None:
     (found,) = played(episodes, policy)
     assert episodes.failures == [] and found.score == 3
     assert violations([found], policy.wrote) == 0 and len(policy.wrote) == 3
+
+
+Drawn = tuple[tuple[int, ...], int, float, int]  # what was read before a token, the token, log-probability, version
+
+
+class Stepwise:
+    """A policy that writes a token of every sequence at a time, which depends on its seed and its place alone; the
+    log-probability depends on `version`, too. It keeps what it sampled."""
+
+    def __init__(self) -> None:
+        self.version, self.sampled = 0, list[Drawn]()
+
+    def generate(self, prompts: Any, work: Generate, seeds: Any, samples: Any, *, begun: Any, enough: Any) -> Any:
+        assert work.episodes is not None
+        rollouts = Rollout.begin(prompts, work, seeds, (), 10**6)
+        turns = Turns(rollouts, work.episodes, samples, {}, begun, enough, leads=True, context=10**6, agents=9)
+        active = [*turns.first]
+        while active or turns.waiting:
+            active += turns.go_on(wait=True) if turns.waiting else []  # others are in the middle of a turn
+            for rollout in [] if turns.ended else [*active]:
+                draw = random.Random(f"{rollout.seed} {rollout.before + len(rollout.tokens)}")
+                token, logprob = draw.choice((*range(40, 60), STOP, STOP)), -draw.random() - self.version
+                self.sampled.append(((*rollout.prompt, *rollout.tokens), token, logprob, self.version))
+                if rollout.take(token, logprob, lambda tokens: tokens[-1] == STOP):
+                    active.remove(rollout)
+                    turns.end_turn(rollout)
+            if turns.ended:
+                break
+        return turns.responses(lambda rollout: torch.zeros(0))
+
+
+def restored(groups: dict[int, Group]) -> dict[int, Group]:
+    """Begun groups as a checkpoint gives them back."""
+    found = {}
+    for ticket, group in groups.items():
+        extras = json.loads(json.dumps([each.record and each.record.to_extra() for each in group.responses]))
+        flats = [{key: getattr(each, key).tolist() for key in PER_TOKEN} for each in group.responses]
+        records = [EpisodeRecord.from_extra(*of) if of[0] else None for of in zip(extras, flats, strict=True)]
+        pairs = zip(group.responses, records, strict=True)
+        found[ticket] = replace(group, responses=tuple(replace(each, record=record) for each, record in pairs))
+    return found
+
+
+def in_parts(environment: str, parts: int, update: bool, resume: bool = False) -> tuple[Samples, list[Drawn]]:
+    """The samples of groups that are complete after so many calls, each with other weights if they `update`, in a run
+    that is resumed between them or not; and what was sampled."""
+    rows = [{"kind": f"linear={turns}", "prompt": [{"role": "user", "content": "?"}]} for turns in (2, 5, 9, 9)]
+    episodes = episodes_of(rows)
+    if environment:
+        episodes = replace(episodes, processes=Processes(environment), begin=None)
+    work = Generate(group_size=2, max_new_tokens=400, episodes=episodes, partial=True)
+    prompts = [torch.tensor(BYTES.encode("a row")) for _ in rows]
+    groups = {3 + n: Group(prompt, n, (NOT_BEGUN,) * 2, n) for n, prompt in enumerate(prompts)}
+    policy, before = Stepwise(), groups
+    for part in range(parts):
+        policy.version = part if update else 0
+        last, wanted = part == parts - 1, len(rows) * (part + 1) // parts
+        kept = {k: [r.tokens.tolist() for r in group.responses] for k, group in groups.items()}
+        before, (groups, complete) = groups, go_on(groups, work, policy.version, lambda of: len(of) >= wanted, policy)  # noqa: B023
+        groups, _ = go_on(groups, work, policy.version + 1, lambda of: True, policy)  # a step that has enough already
+        assert len(complete) == len(rows) if last else wanted <= len(complete)
+        assert kept == {k: [r.tokens.tolist() for r in group.responses] for k, group in before.items()}
+        if resume:
+            episodes.processes.close()
+            episodes = replace(episodes, processes=episodes.processes.another())
+            work, groups = replace(work, episodes=episodes), restored(groups)
+    episodes.processes.close()
+    assert not episodes.failures
+    return group_samples([*groups.values()], range(2 * len(rows)), work), policy.sampled
+
+
+def trained(samples: Samples) -> list[Drawn]:
+    """What is trained of samples of one conversation each."""
+    found = []
+    for tokens, mask, logprobs, versions in zip(*(samples[key] for key in CHECKED), strict=True):
+        for at in torch.nonzero(mask).flatten().tolist():
+            ids = tokens.tolist()
+            found.append((tuple(ids[: at + 1]), ids[at + 1], float(logprobs[at]), int(versions[at])))
+    return sorted(found)
+
+
+CHECKED = ("tokens", "mask", "logprobs", "versions")
+
+
+def once(sampled: Sequence[Drawn]) -> list[Drawn]:
+    return sorted((*before, float(np.float32(logprob)), version) for *before, logprob, version in sampled)
+
+
+@pytest.mark.parametrize("environment", ["", f"{FILE.with_name('answers.py')}:Numbers"], ids=["agent", "environment"])
+@pytest.mark.slow
+def test_an_episode_goes_on_after_updates_and_in_a_resumed_run(
+    environment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, sampled = in_parts(environment, 1, update=False)
+    assert trained(whole) == once(sampled)
+    for resume in (False, True):
+        parts, sampled = in_parts(environment, 3, update=False, resume=resume)
+        for key in (*CHECKED, "finished", "score", "turns", "turn_rewards"):  # of a frozen policy
+            assert all(map(torch.equal, map(torch.atleast_1d, parts[key]), map(torch.atleast_1d, whole[key]))), key
+        assert trained(parts) == once(sampled)
+        updated, sampled = in_parts(environment, 3, update=True, resume=resume)
+        assert trained(updated) == once(sampled)
+        masked = zip(updated["versions"], updated["mask"], strict=True)
+        assert any(len(versions[mask > 0].unique()) > 1 for versions, mask in masked)
+    again, flat, response = Rollout.again, EpisodeRecord.flat, EpisodeRecord.response
+    known = ("tokens", "logprobs", "versions")
+    faults: list[tuple[Any, str, Any]] = [
+        (EpisodeRecord, "flat", lambda self, version: flat(self, max(version - 1, 0))),
+        (Rollout, "again", lambda self, to: replace(again(self, to), logprobs=[x - 1 for x in self.logprobs])),
+        (Rollout, "again", lambda self, to: replace(again(self, to), known=0, **{key: [] for key in known})),
+        (EpisodeRecord, "response", lambda *of: replace(response(*of), turns=response(*of).turns.clamp(min=1))),
+    ]
+
+    def twice(*of: Any) -> GeneratedResponse:
+        found = response(*of)
+        keys = ("tokens", "logprobs", "turns", "versions", *(("branches",) if found.branches is not None else ()))
+        last = {key: torch.cat((getattr(found, key), getattr(found, key)[-1:])) for key in keys}
+        return replace(found, **last)
+
+    faults.append((EpisodeRecord, "response", twice))
+    for kind, name, fault in faults:
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, fault)
+            updated, sampled = in_parts(environment, 3, update=True)
+            assert trained(updated) != once(sampled), name

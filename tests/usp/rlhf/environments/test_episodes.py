@@ -84,7 +84,7 @@ def test_a_process_takes_one_episode_after_another(processes: Processes) -> None
     processes.ask(10, "a turn", {"answer": ""})
     assert answer(processes, {9, 10})[9].reward == 1
     processes.end(10)
-    processes.stop()  # as at the end of a step: the free one stays for the next
+    processes.keep(())  # as at the end of a step: the free one stays for the next
     assert not processes._of_episode and len(processes._free) == 1
     (process,) = processes._free
     os.kill(process.popen.pid, 9)

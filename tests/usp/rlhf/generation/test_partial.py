@@ -85,7 +85,7 @@ def test_a_response_goes_on_with_its_tokens_and_the_weights_at_hand(ranks: RankP
 
 def test_what_ends_a_response_may_begin_before_a_stop() -> None:
     seen: list[list[int]] = []
-    resumed = Rollout([9, 9, 1, 2], seed=0, limit=5, before=2, resumed=2)
+    resumed = Rollout([9, 9], seed=0, limit=7, tokens=[1, 2], known=2)
     slots = Slots([Rollout([9, 9, 9, 9, 9], seed=0, limit=5), resumed], 2)
     slots.admit()
     assert slots.active[0] is resumed  # it goes first

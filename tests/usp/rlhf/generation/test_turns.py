@@ -16,7 +16,7 @@ from tests.harness.ranks import RankPool
 from tests.usp.rlhf.environments.answers import Counts, Echo
 from tests.usp.tiny import CONFIGS, VOCAB, drawn_model
 from usp.data.chats import Chat
-from usp.parallel import ParallelMesh
+from usp.parallel import ParallelDims, ParallelMesh
 from usp.rlhf.environments.episodes import Episodes, Observation, Processes
 from usp.rlhf.generation.decoding import GeneratedResponse
 from usp.rlhf.graph import Generate
@@ -116,6 +116,24 @@ def test_every_grid_matches_one_process(ranks: RankPool, exhaustive: bool, kind:
                     assert not response.logprobs[~of_own].any(), where
                     assert list(response.rewards) == pytest.approx(rewards), where
                     assert response.score == pytest.approx(sum(rewards)) and response.finished == done, where
+
+
+def with_experts(dims: ParallelDims) -> list[tuple[int, GeneratedResponse]]:
+    mesh = ParallelMesh.create(dims)
+    own = range(mesh.rank("batch"), len(LENGTHS), mesh.size("batch"))
+    prompts = [torch.from_numpy(examples()[index].prompt) for index in own]
+    samples = [(0, index) for index in own]
+    responses = built(CONFIGS["mixtral"](), mesh, slots=2).generate(prompts, work("Counts"), [*own], samples)
+    return list(zip(own, responses, strict=True))
+
+
+@pytest.mark.slow
+def test_ranks_that_share_experts_have_environments_of_their_own(ranks: RankPool) -> None:
+    wanted = dict(ranks.run(with_experts, 1, ParallelDims())[0])
+    for found in ranks.run(with_experts, 2, ParallelDims(ep=2)):
+        for index, response in found:
+            assert response.tokens.tolist() == wanted[index].tokens.tolist() and response.score == wanted[index].score
+            torch.testing.assert_close(response.logprobs, wanted[index].logprobs, rtol=0, atol=1e-5)
 
 
 def failing(failure: str) -> tuple[list[GeneratedResponse], list[dict[str, object]]]:
