@@ -581,9 +581,13 @@ def test_turns_go_on_and_stop_strings_end(ranks: RankPool, folder: Path, tmp_pat
         size, tp, layout = LAYOUTS[name]
         options |= {"eval_every": 1, "eval_prompts": 4, "eval_temperature": 0.0, "max_new_tokens": 12}
         wanted, responses = ranks.run(evaluated, 1, of(folder, tmp_path / f"own{number}", **options))[0]
-        with stub(tp) as server:
-            config = of(folder, tmp_path / f"served{number}", rollout_engine=server.url, **options, **layout)
+        with stub(tp) as server, stub(tp) as other:
+            urls = f"{server.url}, {other.url}/"
+            config = of(folder, tmp_path / f"served{number}", rollout_engine=urls, **options, **layout)
             found = ranks.run(evaluated, size, config)
+        prompts = [[asked["prompt"] for asked in each.asked] for each in (server, other)]
+        for one, two in (prompts, prompts[::-1]):
+            assert one and not any(ids != begin and ids[: len(begin)] == begin for ids in one for begin in two)
         assert found[0][1] == responses and responses
         assert all(metrics == pytest.approx(wanted) for metrics, _ in found)
 
