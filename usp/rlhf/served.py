@@ -333,8 +333,8 @@ class RolloutServer(Model):
 
     @staticmethod
     def pool(urls: str, **options: Any) -> list[RolloutServer]:
-        """Return the servers of URLs with commas between them."""
-        return [RolloutServer(url.strip().rstrip("/"), **options) for url in urls.split(",")]
+        """Return the servers of URLs with commas between them, each once."""
+        return [RolloutServer(url, **options) for url in dict.fromkeys(x.strip().rstrip("/") for x in urls.split(","))]
 
     def facts(self) -> dict[str, Any]:
         """Return what `Worker.usp_facts` does. Raises ConnectionError without a server, or one without `Worker`."""

@@ -25,7 +25,7 @@ TOKENS_PER_RANK = 16384  # of a micro-batch, on each sequence-parallel rank, whe
 OWN, VLLM = ENGINES = ("own", "vllm")  # what a generate call decodes with
 ENGINE = Rule(
     lambda name: name in ENGINES or all(url.strip().startswith(HTTP) for url in name.split(",")),
-    f"{', '.join(ENGINES)} or URL,..., of servers",
+    f"{', '.join(ENGINES)} or URLs of servers",
 )
 
 

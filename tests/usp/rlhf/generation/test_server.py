@@ -694,11 +694,14 @@ def test_what_a_server_cannot_do_is_refused(folder: Path, tmp_path: Path) -> Non
     check(r"it needs the policy's model, and has another: .*hidden_size = 32 instead of 128", model="tiny")
     check(r"--rollout-cache = 2.0 is that of vLLM, which no call decodes with", rollout_cache=2.0)
     check(r"divides a model only over tp", size=2, sp_ulysses=2)
-    check(r"--rollout-engine = 'sglang' must be own, vllm or the URL of a server", rollout_engine="sglang")
+    check(r"--rollout-engine = 'sglang' must be own, vllm or URLs of servers", rollout_engine="sglang")
+    check(r"--rollout-engine = 'http://a,vllm' must be own, vllm or URLs of servers", rollout_engine="http://a,vllm")
     check(
         r"the rollout server at http://127.0.0.1:9/v1 failed: .* --worker-extension-cls usp.rlhf.served.Worker",
         rollout_engine="http://127.0.0.1:9/v1",
     )
+    with stub() as server:
+        prepare(of(folder, tmp_path / "run", rollout_engine=f"http://127.0.0.1:9/v1,{server.url}"), Launch())
     check(r"do not predict calls with --rollout-engine = http.*, whose devices they do not know", plan="search")
 
 
