@@ -448,7 +448,7 @@ class ServedEngine(VllmEngine):
 
         after: by server, as `RolloutServer.update` has it.
         """
-        group, updates = self._mesh.group("tp"), dict[str, Future[None]]()
+        group, updates = self._mesh.group("tp"), dict[str, Future[Any]]()
         with ExitStack() as stack:
             pool = stack.enter_context(ThreadPoolExecutor(2 * len(after) or 1))
             own = {each.url: stack.enter_context(socket.create_server((each.own_address(), 0))) for each in after}
