@@ -417,19 +417,19 @@ def test_a_server_that_is_killed_is_named_and_the_run_resumes_with_another(tmp_p
 
 def test_a_pool_loses_and_regains_servers(tmp_path: Path) -> None:
     """Of three servers one is killed, one replaced by one without the policy's weights, and one decodes a sequence at a
-    time: greedy responses get the scores of a run on sound servers."""
+    time: responses of the likeliest tokens get the scores of a run on sound servers."""
     whole_model("llama").save_pretrained(tmp_path / "served")
-    hold, marks = tmp_path / "hold", (*ROLLOUTS, "--max-num-seqs")
+    hold, flags = tmp_path / "hold", (*ROLLOUTS, "--logprobs-mode", "raw_logprobs")
 
     def begin(output: str, urls: list[str]) -> Run:
         options = options_of(("llama", "ppo", {"ranks": "0-1"}, {"ranks": "0-1", "engine": ",".join(urls)}), tmp_path)
         waits = f"\n    while os.path.exists({str(hold)!r}):\n        time.sleep(0.1)\n    data"
         (tmp_path / "reward.py").write_text("import os, time\n" + REWARD.replace("\n    data", waits, 1))
-        options |= {"steps": 8, "prompts": 8, "output": output, "dtype": "float32", "temperature": 0.0}
+        options |= {"steps": 8, "prompts": 8, "output": output, "dtype": "float32", "top_k": 1}
         options |= {"max_new_tokens": 16}
         del options["rollout_cache"]
-        flags = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
-        return Run([*flags, "--delta-updates"], tmp_path, ranks=2, script=ROOT / "rlhf.py")
+        args = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+        return Run([*args, "--delta-updates"], tmp_path, ranks=2, script=ROOT / "rlhf.py")
 
     def steps(output: str) -> list[Any]:
         file = tmp_path / output / "metrics.jsonl"
@@ -442,9 +442,9 @@ def test_a_pool_loses_and_regains_servers(tmp_path: Path) -> None:
             time.sleep(0.05)
 
     with (
-        vllm_server(tmp_path / "served", tmp_path / "log0", *ROLLOUTS) as killed,
-        vllm_server(tmp_path / "served", tmp_path / "log1", *ROLLOUTS) as replaced,
-        vllm_server(tmp_path / "served", tmp_path / "log2", *marks, "1") as slow,
+        vllm_server(tmp_path / "served", tmp_path / "log0", *flags) as killed,
+        vllm_server(tmp_path / "served", tmp_path / "log1", *flags) as replaced,
+        vllm_server(tmp_path / "served", tmp_path / "log2", *flags, "--max-num-seqs", "1") as slow,
     ):
         urls = [server.url for server in (killed, replaced, slow)]
         with begin("calm", urls) as run:
@@ -456,7 +456,7 @@ def test_a_pool_loses_and_regains_servers(tmp_path: Path) -> None:
             reached(4)
             hold.touch()
             replaced.kill()
-            with vllm_server(tmp_path / "served", tmp_path / "log3", *ROLLOUTS, url=replaced.url):
+            with vllm_server(tmp_path / "served", tmp_path / "log3", *flags, url=replaced.url):
                 hold.unlink()
                 disturbed = run.end()
                 version = post(f"{replaced.url.removesuffix('/v1')}/weight_info", None, 10)["weight_version"]
