@@ -61,7 +61,7 @@ RLHF_UNPREDICTED = (UNPREDICTED - {"data", "bad_rows", "tokenizer", "chat_templa
 }
 
 EvalTemperature = Annotated[float, Rule(lambda x: x == -1 or 0 <= x < math.inf, "at least 0, or -1 for the default")]
-Engine = shown("{own,vllm}|URL", str, str, rule=ENGINE)
+Engine = shown("{own,vllm}|URL,...", str, str, rule=ENGINE)
 Oversample = Annotated[float, Rule(lambda value: value == 0 or 1 <= value < math.inf, "at least 1, or 0")]
 
 
@@ -137,8 +137,8 @@ class _Rlhf:
     """Issue the operators of decode steps one by one on GPUs too, where they run as CUDA graphs otherwise."""
     rollout_engine: Annotated[str, Engine] = OWN
     """What decodes the responses. own: this toolkit, in every layout. vllm: vLLM in the processes of the generate
-    call, which then has tp and data-parallel degrees only; it sleeps while other calls run. A URL such as
-    http://HOST:PORT/v1: a vLLM server."""
+    call, which then has tp and data-parallel degrees only; it sleeps while other calls run. URLs such as
+    http://HOST:PORT/v1, with commas between them: a pool of vLLM servers, of which some may be lost."""
     rollout_cache: Positive = 1.0
     """GiB of the KV cache of --rollout-engine vllm on each of its ranks."""
     router_replay: bool = False

@@ -580,12 +580,15 @@ def _engine_problems(run: PreparedRlhf) -> Iterator[str]:
         yield "--router-replay needs the experts that tokens chose, which vLLM in the run does not tell: use a server"
     if config.delta_updates and config.lora_rank:
         yield "--delta-updates is for whole weights, and an engine is sent adapters alone: remove it"
-    if served:
+    servers, lost = RolloutServer.pool(served, retries=0) if served else [], list[str]()
+    for server in servers:
         try:
-            server = RolloutServer(served.rstrip("/"), retries=0)
-            yield from server_problems(server, engine_options(run), run.roles[calls[0].role].config)
+            problems = server_problems(server, engine_options(run), run.roles[calls[0].role].config)
+            yield from (f"{server.url}: {problem}" if servers[1:] else problem for problem in problems)
         except ConnectionError as error:
-            yield f"{error}; is it a vLLM server with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {WORKER}?"
+            lost.append(f"{error}")
+    if servers and len(lost) == len(servers):  # else the others begin without them
+        yield f"{'; '.join(lost)}; is it a vLLM server with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {WORKER}?"
 
 
 def engine_calls(run: PreparedRlhf) -> list[ModelCall]:

@@ -16,6 +16,8 @@ import math
 import re
 import socket
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -154,38 +156,52 @@ class WeightPiece(NamedTuple):
 Values: TypeAlias = dict[str, Tensor]  # of pieces, by name, as they were last given
 
 
-def send_pieces(connection: socket.socket, pieces: Iterable[WeightPiece], given: Values | None = None) -> int:
-    """Send pieces, and their end; return the bytes of their values.
+def send_pieces(
+    receivers: Mapping[str, tuple[socket.socket, bool]], pieces: Iterable[WeightPiece], given: Values | None = None
+) -> tuple[int, dict[str, BaseException]]:
+    """Send pieces, and their end, to all receivers; return the bytes of their values, and why receivers were lost.
 
-    given: what was sent before, which the other side has; of these pieces what has changed is sent. None: it keeps
-        none.
+    receivers: by name, a connection, and whether the receiver has what was sent before.
+    given: what was sent before; of these pieces what has changed is sent to who has that. None: nobody keeps any.
     """
-    total = 0
-    for piece in pieces:
-        delta = _change(piece, given)
-        # Copied, because the memory of what numpy has seen cannot be released.
-        factors = [each.to("cpu", copy=True).contiguous() for each in piece.factors or ()]
-        kinds = [_kind(each) for each in factors]
-        header = json.dumps([*piece[:4], _kind(piece.values)[0], delta.changed, kinds]).encode()
-        connection.sendall(_LENGTH.pack(len(header)) + header)
-        for part in (delta.content, *(each.view(-1).view(torch.uint8) for each in factors)):
-            data: Any = part.numpy()
-            connection.sendall(data)
-            total += len(data)
-    connection.sendall(_LENGTH.pack(0))
-    return total
+    faults, total, others = dict[str, BaseException](), 0, not all(knows for _, knows in receivers.values())
+
+    def send(name: str, header: bytes, parts: Sequence[Tensor] = ()) -> int:
+        data: list[Any] = [part.numpy() for part in parts]
+        try:
+            for each in (_LENGTH.pack(len(header)) + header, *data) if name not in faults else ():
+                receivers[name][0].sendall(each)
+        except OSError as error:
+            faults[name] = error
+            receivers[name][0].close()  # so that the other side ends, too
+        return 0 if name in faults else sum(map(len, data))
+
+    with ThreadPoolExecutor(len(receivers) or 1) as pool:
+        for piece in pieces:
+            # Copied, because the memory of what numpy has seen cannot be released.
+            factors = [each.to("cpu", copy=True).contiguous() for each in piece.factors or ()]
+            kinds, messages = [_kind(each) for each in factors], dict[bool, tuple[bytes, list[Tensor]]]()
+            for knows, (changed, content) in _changes(piece, given, others).items():
+                header = json.dumps([*piece[:4], _kind(piece.values)[0], changed, kinds]).encode()
+                messages[knows] = header, [content, *(each.view(-1).view(torch.uint8) for each in factors)]
+            own = [messages[knows] for _, knows in receivers.values()]
+            total += sum(pool.map(send, receivers, *zip(*own, strict=True)))
+        [*pool.map(send, receivers, [b""] * len(receivers))]
+    return total, faults
 
 
-def _change(piece: WeightPiece, given: Values | None) -> Delta:
-    """Return what is to be sent of a piece's values, and count it as given."""
+def _changes(piece: WeightPiece, given: Values | None, others: bool) -> dict[bool, Delta]:
+    """Return what is to be sent of a piece's values, by whether the receiver has those before, and count it as given.
+    others: some have not."""
     known = None if given is None else given.get(piece.name)
-    if known is not None and piece.factors is not None:
-        return Delta(0, torch.empty(0, dtype=torch.uint8))
+    nothing = Delta(0, torch.empty(0, dtype=torch.uint8))
+    if (stays := known is not None and piece.factors is not None) and not others:
+        return {True: nothing}
     flat = piece.values.to("cpu", copy=given is not None).contiguous().view(-1)
-    delta = Delta(len(flat), flat.view(torch.uint8)) if known is None else encode(flat, known)
+    whole = Delta(len(flat), flat.view(torch.uint8))
     if given is not None:
         given[piece.name] = flat if piece.factors is None else flat.new_empty(0)
-    return delta
+    return {False: whole, True: nothing if stays else whole if known is None else encode(flat, known)}
 
 
 def _kind(x: Tensor) -> tuple[str, list[int]]:
@@ -315,18 +331,25 @@ class Worker:
 class RolloutServer(Model):
     """A vLLM server that decodes, started in its development mode with `Worker`."""
 
+    @staticmethod
+    def pool(urls: str, **options: Any) -> list[RolloutServer]:
+        """Return the servers of URLs with commas between them, each once."""
+        return [RolloutServer(url, **options) for url in dict.fromkeys(x.strip().rstrip("/") for x in urls.split(","))]
+
     def facts(self) -> dict[str, Any]:
         """Return what `Worker.usp_facts` does. Raises ConnectionError without a server, or one without `Worker`."""
         return self.tried(lambda: self._post("/collective_rpc", {"method": "usp_facts"})["results"][0])
 
     def version(self) -> str:
-        """Return the version of the weights."""
-        return self.tried(lambda: str(self._post("/weight_info", None)["weight_version"]))
+        """Return the version of the weights. Raises OSError or ValueError without one."""
+        return str(self._post("/weight_info", None)["weight_version"])
+
+    def stop(self) -> None:
+        """Drop what the server decodes and has of its weights, until the end of `update`. Raises as `version`."""
+        self._post("/pause?mode=abort&clear_cache=true", {})
 
     def update(self, addresses: Sequence[tuple[str, int]], token: str, version: str, after: str | None) -> None:
-        """Let the server's workers receive weights: it drops what it decodes, and all it has of the old ones. See
-        `Worker.usp_receive`."""
-        self._post("/pause?mode=abort&clear_cache=true", {})
+        """Let the workers of a server that was stopped receive weights, see `Worker.usp_receive`."""
         of_workers = {"addresses": addresses, "token": token, "after": after}
         self._post("/collective_rpc", {"method": "usp_receive", "kwargs": of_workers})
         self._post("/update_weight_version", {"new_version": version})
@@ -355,18 +378,36 @@ class Written(NamedTuple):
     routed: Tensor | None = None
 
 
-class Requests:
-    """Requests that a server answers as it writes tokens. slots: at a time. routed: it answers at their end, and tells
-    the experts, which it does not tell before."""
+def server_for(loads: Mapping[str, int], faults: Mapping[str, str], home: str) -> str:
+    """Return the URL of the server that a request goes to: its home, or the one with the fewest requests.
 
-    def __init__(self, server: Model, slots: int, routed: bool = False) -> None:
-        self._server, self._pool, self._routed = server, ThreadPoolExecutor(slots), routed
+    loads: requests by URL. faults: of the servers that are lost, of which the request goes to the first if all are.
+    home: the URL of the requests before it in its episode, whose prefix it has; "" for the first one.
+    """
+    sound = [url for url in loads if url not in faults] or [next(iter(faults))]
+    return home if home in sound else min(sound, key=loads.__getitem__)
+
+
+class Requests:
+    """Requests that a pool of servers answers as they write tokens. A server that fails is lost to all of them.
+
+    servers: those with the fewest requests first in this order. slots: requests at a time. version: of the weights that
+    all tokens are of. faults: why servers are lost, the oldest first. routed: they answer at the end of a request, and
+    tell the experts, which they do not tell before.
+    """
+
+    def __init__(
+        self, servers: Sequence[RolloutServer], slots: int, version: str, faults: Mapping[str, str], routed: bool
+    ) -> None:
+        self._servers, self._version, self._routed = {each.url: each for each in servers}, version, routed
+        self._pool, self._lock, self.faults = ThreadPoolExecutor(slots), threading.Lock(), dict(faults)
+        self._loads, self._homes = dict.fromkeys(self._servers, 0), dict[int, str]()
         self._open, self._written = set[str](), SimpleQueue[Written]()
 
-    def begin(self, request: str, prompt: Sequence[int], limit: int, sampling: Mapping[str, Any]) -> None:
+    def begin(self, request: str, episode: int, prompt: Sequence[int], limit: int, sampling: Mapping[str, Any]) -> None:
         """Ask for `limit` tokens after a prompt."""
         self._open.add(request)
-        self._pool.submit(self._ask, request, list(prompt), limit, sampling)
+        self._pool.submit(self._ask, request, episode, list(prompt), limit, sampling)
 
     def step(self) -> Iterator[Written]:
         """Yield what has come, at least one. Raises ConnectionError for a request that failed, with retries."""
@@ -388,33 +429,54 @@ class Requests:
         self._open.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, request: str, prompt: list[int], limit: int, sampling: Mapping[str, Any]) -> None:
+    def _ask(self, request: str, episode: int, prompt: list[int], limit: int, sampling: Mapping[str, Any]) -> None:
         """Read a request to its end. One that breaks goes on as another, whose prompt has the tokens so far."""
-        written = list[int]()
+        written, tries = list[int](), 0
 
         def read() -> None:
-            body = {"model": self._server.name, "stream": not self._routed, **sampling}
+            body = {"model": server.name, "stream": not self._routed, **sampling}
             body |= {"return_token_ids": True, "return_tokens_as_token_ids": True}  # no text
             body |= {"prompt": [*prompt, *written], "max_tokens": limit - len(written)}
             body |= {"seed": body["seed"] + len(written)}
-            for told in self._stream(body, request) if request in self._open else ():
+            for told in self._stream(server, body, request):
                 if request not in self._open:
-                    break
+                    return
+                if told.end not in (None, "stop", "length"):
+                    raise ConnectionError(f"it ended a response early, for the reason {told.end}")
                 written.extend(token for token, _ in told.tokens)
                 self._written.put(told)
                 if told.end is not None:
+                    self._open.discard(request)
                     return
             if request in self._open:
                 raise ConnectionError("the reply ended early")
 
-        try:
-            self._server.tried(read)
-        except ConnectionError as error:
-            if request in self._open:
-                self._written.put(Written(request, [], error=str(error)))
+        while request in self._open:
+            with self._lock:
+                url = self._homes[episode] = server_for(self._loads, self.faults, self._homes.get(episode, ""))
+                server, lost = self._servers[url], url in self.faults
+                if tries == (1 + server.retries) * len(self._servers):
+                    self._written.put(Written(request, [], error="; ".join(self.faults.values())))
+                    return
+                self._loads[url] += 1
+            if lost:  # as all are
+                time.sleep(server.pause * 2 ** (tries // len(self._servers) - 1))
+            error, tries = "", tries + 1
+            try:
+                replace(server, retries=0).tried(read)
+            except ConnectionError as failed:
+                error = f"{failed}"
+            with self._lock:
+                self._loads[url] -= 1
+                self.faults.pop(url, None)
+                self.faults |= {url: error} if error else {}
 
-    def _stream(self, body: Mapping[str, Any], request: str) -> Iterator[Written]:
-        with posted(f"{self._server.url}/completions", body, self._server.timeout) as reply:
+    def _stream(self, server: RolloutServer, body: Mapping[str, Any], request: str) -> Iterator[Written]:
+        with posted(f"{server.url}/completions", body, server.timeout) as reply:
+            # Of a server that answers only the first update after its start changes this.
+            if (version := server.version()) != self._version:
+                why = "which this run gave it: it was started again, or another run updates it"
+                raise ConnectionError(f"its weights are of version {version} and not {self._version}, {why}")
             for line in reply:
                 if not line.startswith((b"data: {", b"{")):
                     continue

@@ -65,7 +65,6 @@ from .prepare import SFT, Planner, PreparedRlhf, engine_calls, engine_options, f
 from .records import SHOWN, RlhfRecord, SampleFiles
 from .replanning import DECISIONS_FILE, FIGURES, Replanner, Replanning
 from .samples import Samples, derived_seed
-from .served import RolloutServer
 
 MOST = 0.5  # share of clipped rewards above which the run warns
 _COLLECTED = (*COLLECTED, "reward", "advantages", "old_logprobs")
@@ -361,8 +360,7 @@ class RlhfTrainer(TrainingLoop):
         mesh = ParallelMesh.create(layout.dims, self.device.type, layout.ranks, self.groups)
         decode, naming = run.tokenizer.decode, self.watchdog.naming
         if layout.served:
-            server = RolloutServer(layout.engine.rstrip("/"))
-            return ServedEngine(server.named(), options, mesh, decode, naming) if mesh.member else None
+            return ServedEngine(spec.config, layout.engine, options, mesh, decode, naming) if mesh.member else None
         engine = VllmEngine.start(spec.config, options, mesh, decode, naming)
         if engine is not None:
             engine.sleep()

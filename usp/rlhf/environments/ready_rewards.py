@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from .outside import REWARD_CODE, Unscored, clean
 from .sandbox import Limits, Unprotected, run_python
 
 T = TypeVar("T")
+FAULTS = (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  # of a server
 
 REWARD = "reward"  # the environment `Scored`
 UNPROTECTED = "unprotected"  # the value that allows programs on a machine that lacks a protection
@@ -158,12 +160,13 @@ class Server:
                 return ask()
             except Unscored as failed:
                 error = failed
-            except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as failed:
+            except FAULTS as failed:
                 error = f"{type(failed).__name__}: {failed}"
         if isinstance(error, Unscored):
             raise error
         kind = " ".join(re.findall("[A-Z][a-z]+", type(self).__name__)).lower()
-        raise ConnectionError(f"the {kind} at {self.url} failed {1 + self.retries} times: {error}")
+        times = f" {1 + self.retries} times" if self.retries else ""
+        raise ConnectionError(f"the {kind} at {self.url} failed{times}: {error}")
 
     def _score(self, prompt: str, response: str, answer: str) -> float:
         sample = {"prompt": prompt, "response": response, "answer": answer}

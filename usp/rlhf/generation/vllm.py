@@ -16,17 +16,18 @@ import secrets
 import socket
 import tempfile
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import count
 from mmap import MADV_DONTNEED, PAGESIZE
 from operator import methodcaller
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,12 +52,14 @@ from usp.rlhf.served import (
     forget_kernels,
     send_pieces,
 )
+from usp.run.output import warn
 
 from .decoding import Decode, GeneratedResponse, Rollout, Stops
 from .turns import Turns
 
 LEAST_TEMPERATURE = 0.01  # vLLM samples below it as at it
 _VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to it, and divides the padded one
+T = TypeVar("T")
 Enough: TypeAlias = Callable[[int], bool]  # see `Generator.generate`
 Naming: TypeAlias = Callable[[str], AbstractContextManager[Any]]  # see `Watchdog.naming`
 
@@ -372,73 +375,101 @@ class VllmEngine:
 
 
 class ServedEngine(VllmEngine):
-    """A vLLM server as the engine of the ranks of a generate call, which have no memory of it.
+    """A pool of vLLM servers as the engine of the ranks of a generate call, which have no memory of it.
 
-    The ranks of the first data-parallel index are as many as the server's workers: each sends weights to one of them.
-    Of every index, the first rank sends requests.
+    The ranks of the first data-parallel index are as many as a server's workers: each sends weights to one of every
+    server. Of every index, the first rank sends requests, to all servers. A server that fails is lost until the next
+    update, which tries it again; the run goes on with the others.
+
+    config: of the model. urls: as `RolloutServer.pool` takes them.
     """
 
     def __init__(
-        self, server: RolloutServer, options: EngineOptions, mesh: ParallelMesh, decode: Decode, naming: Naming
+        self, config: ModelConfig, urls: str, options: EngineOptions, mesh: ParallelMesh, decode: Decode, naming: Naming
     ) -> None:
         super().__init__(None, options, mesh, decode, naming)
-        self._server, self._version, self._updates = server, "", 0
+        self._config, self._servers, self._version, self._updates = config, RolloutServer.pool(urls), "", 0
         self._given: Values | None = {} if options.changes else None
         self._after: str | None = "" if options.changes else None  # the token of the update before
+        self._faults: dict[str, str] = {}  # of servers that are lost, by URL
         self._together, self.receives = {}, mesh.rank("batch") == 0
 
     def load(self, pieces: Iterator[WeightPiece]) -> int:
         self._updates += 1
         self._mesh.agree(self._updates, "the updates of the rollout server", ("tp", "batch"))  # none decodes any more
-        told, sent = [secrets.token_hex(16)], 0
-        for axis in ("tp", "batch"):
-            dist.broadcast_object_list(told, group=self._mesh.group(axis), group_src=0)
-        self._version = f"{told[0][:8]}-{self._updates}"
+        leads = self.receives and self._mesh.rank("tp") == 0
+        with ThreadPoolExecutor(len(self._servers)) as pool:
+            found = list(pool.map(self._reached, self._servers if leads else ()))
+        token, found = self._told((secrets.token_hex(16), found))
+        self._servers, self._version = [server for server, *_ in found], f"{token[:8]}-{self._updates}"
+        faults, sent = {server.url: fault for server, _, fault in found if fault}, 0
         if self.receives:
             with self._named("while its weights were updated"):
-                sent = self._send(pieces, told[0])
+                sent, lost = self._send(pieces, token, {server: known for server, known, fault in found if not fault})
+            faults |= lost
         for _ in pieces:
             pass
-        self._mesh.agree(self._updates, "the updates of the rollout server", ("tp", "batch"))
+        self._lose(self._told(faults), leads)
+        self._after = None if self._after is None else token
+        with self._named("while its weights were updated"):
+            if len(self._faults) == len(self._servers):
+                raise ConnectionError("; ".join(self._faults.values()))
         return sent
 
-    def _send(self, pieces: Iterator[WeightPiece], token: str) -> int:
-        """Send this rank's weights to its worker of the server."""
-        group, host, after = self._mesh.group("tp"), self._server.own_address(), self._after
-        with socket.create_server((host, 0)) as listener, ThreadPoolExecutor(1) as pool:
-            addresses = gather_objects((host, listener.getsockname()[1]), group)
-            update = None
-            if self._mesh.rank("tp") == 0:
-                update = pool.submit(self._server.update, addresses, token, self._version, after)
-            try:
-                with self._accepted(listener, token, update) as connection:
-                    sent = send_pieces(connection, pieces, self._given)
-            except OSError:
-                if update is not None:
-                    update.result()  # which says why
-                raise
-            if update is not None:
-                update.result()
-        self._after = None if after is None else token
-        return sent
+    def _told(self, value: T) -> T:
+        """Return the value of the first rank on all ranks."""
+        told = [value]
+        for axis in ("tp", "batch"):
+            dist.broadcast_object_list(told, group=self._mesh.group(axis), group_src=0)
+        return told[0]
 
-    def _accepted(self, listener: socket.socket, token: str, update: Future[None] | None) -> socket.socket:
-        """Return the connection of a worker that knows the token. Raises what the update raises without one."""
-        listener.settimeout(0.2)
-        until = time.monotonic() + self._server.timeout
-        while time.monotonic() < until:
-            if update is not None and update.done():
-                update.result()
-                break
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                continue
-            connection.settimeout(self._server.timeout)
-            if connection.recv(len(token), socket.MSG_WAITALL) == token.encode():
-                return connection
-            connection.close()
-        raise ConnectionError("its worker did not ask for weights")
+    def _lose(self, faults: dict[str, str], tells: bool = True) -> None:
+        for url in sorted(faults.keys() - self._faults.keys()) if tells and len(faults) < len(self._servers) else ():
+            warn(f"{faults[url]}; it is lost until an update finds it again, and the other servers go on")
+        self._faults = faults
+
+    def _reached(self, server: RolloutServer) -> tuple[RolloutServer, str | None, str]:
+        """Stop a server for an update; return it with its name, the token of the update whose values it has, and why it
+        is lost."""
+        retries = 0 if server.url in self._faults else server.retries
+        probe, known, fault = replace(server, timeout=60.0, retries=retries), self._after, ""
+        try:
+            probe = probe.named()
+            if not self._version or probe.tried(probe.version) != self._version:
+                known = known and ""  # it has nothing that changes could be sent to
+                if problems := server_problems(probe, self._options, self._config):
+                    raise ConnectionError(f"the rollout server at {server.url} is another: {'; '.join(problems)}")
+            probe.tried(probe.stop)
+        except ConnectionError as error:
+            fault = f"{error}"
+        return replace(server, name=probe.name), known, fault
+
+    def _send(
+        self, pieces: Iterator[WeightPiece], token: str, after: Mapping[RolloutServer, str | None]
+    ) -> tuple[int, dict[str, str]]:
+        """Send this rank's weights to its worker of each server; return their bytes, and why servers were lost.
+
+        after: by server, as `RolloutServer.update` has it.
+        """
+        group, updates = self._mesh.group("tp"), dict[str, Future[Any]]()
+        with ExitStack() as stack:
+            pool = stack.enter_context(ThreadPoolExecutor(2 * len(after) or 1))
+            own = {each.url: stack.enter_context(socket.create_server((each.own_address(), 0))) for each in after}
+            addresses = gather_objects({url: each.getsockname()[:2] for url, each in own.items()}, group)
+            for server, known in after.items() if self._mesh.rank("tp") == 0 else ():
+                of_workers = [each[server.url] for each in addresses]
+                updates[server.url] = pool.submit(server.update, of_workers, token, self._version, known)
+            accepted = {url: pool.submit(_accepted, each, token, updates.get(url)) for url, each in own.items()}
+            receivers = {
+                server.url: (stack.enter_context(accepted[server.url].result()), known != "")
+                for server, known in after.items()
+                if accepted[server.url].exception() is None
+            }
+            sent, faults = send_pieces(receivers, pieces, self._given)
+            for url, each in (*accepted.items(), *updates.items()):  # an update says why a worker was lost
+                faults |= {url: error} if (error := each.exception()) is not None else {}
+        said = {url: f"the rollout server at {url} failed: {type(why).__name__}: {why}" for url, why in faults.items()}
+        return sent, dict(ChainMap(*gather_objects(said, group)))
 
     def generate(self, *args: Any, enough: Enough | None = None, **kwargs: Any) -> list[GeneratedResponse]:
         """See `VllmEngine.generate`. Tokens depend on what else the server decodes only as its kernels do."""
@@ -450,15 +481,14 @@ class ServedEngine(VllmEngine):
 
         leads = self._mesh.rank("tp") == 0
         if leads:
-            self._engine = Requests(self._server, self._options.slots, self._options.routed)
+            first = self._mesh.rank("batch") % len(self._servers)  # so that ranks begin with others
+            servers = (*self._servers[first:], *self._servers[:first])
+            self._engine = Requests(servers, self._options.slots, self._version, self._faults, self._options.routed)
             try:
                 responses = super().generate(*args, enough=ended, **kwargs)
             finally:
                 self._engine.close()
-            with self._named("while it decoded"):
-                if (version := self._server.version()) != self._version:
-                    why = "which this run gave it: it was started again, or another run updates it"
-                    raise RuntimeError(f"its weights are of version {version} and not {self._version}, {why}")
+            self._lose(self._engine.faults)
             told = [(responses, ends)]
         if self._options.tp > 1:
             dist.broadcast_object_list(told, group=self._mesh.group("tp"), group_src=0)
@@ -470,7 +500,8 @@ class ServedEngine(VllmEngine):
     def _begin(self, request: str, rollout: Rollout, sampling: Mapping[str, Any]) -> None:
         # Without these, the server's defaults, which may be those of a file, would hold.
         off = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
-        self._engine.begin(request, rollout.given, rollout.limit - rollout.known, {**sampling, **off})
+        left = rollout.limit - rollout.known
+        self._engine.begin(request, rollout.number, rollout.given, left, {**sampling, **off})
 
     def _step(self) -> Iterable[Written]:
         return self._engine.step()
@@ -485,7 +516,27 @@ class ServedEngine(VllmEngine):
         """Do nothing, as `sleep`."""
 
     def _label(self) -> str:
-        return f"the rollout server {self._server.url}"
+        return f"the rollout server{'s' * (len(self._servers) > 1)} {', '.join(each.url for each in self._servers)}"
+
+
+def _accepted(listener: socket.socket, token: str, update: Future[None] | None) -> socket.socket:
+    """Return the connection of a worker that knows the token. Raises what the update raises without one."""
+    listener.settimeout(0.2)
+    until = time.monotonic() + 60
+    with listener:
+        while time.monotonic() < until:
+            if update is not None and update.done():
+                update.result()
+                break
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            connection.settimeout(RolloutServer.timeout)
+            if connection.recv(len(token), socket.MSG_WAITALL) == token.encode():
+                return connection
+            connection.close()
+    raise ConnectionError("its worker did not ask for weights")
 
 
 def server_problems(server: RolloutServer, options: EngineOptions, config: ModelConfig) -> list[str]:

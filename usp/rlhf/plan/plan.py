@@ -23,7 +23,10 @@ from usp.rlhf.graph import DataflowGraph, ModelCall, TrainStep
 
 TOKENS_PER_RANK = 16384  # of a micro-batch, on each sequence-parallel rank, where the plan says nothing
 OWN, VLLM = ENGINES = ("own", "vllm")  # what a generate call decodes with
-ENGINE = Rule(lambda name: name in ENGINES or name.startswith(HTTP), f"{', '.join(ENGINES)} or the URL of a server")
+ENGINE = Rule(
+    lambda name: name in ENGINES or all(url.strip().startswith(HTTP) for url in name.split(",")),
+    f"{', '.join(ENGINES)} or URLs of servers",
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class CallLayout:
         ac, ac_offload: activation checkpointing of a train step; see `apply_activation_checkpointing`.
         mlp_tile: tokens per tile of an MLP; 0: no tiles. Calls that share weights have the same.
         loss_chunk: tokens whose logits exist at a time, of train and inference calls; 0: the run's --loss-chunk.
-        engine: one of `ENGINES`, or the URL of a server, of a generate call.
+        engine: one of `ENGINES`, or URLs of servers with commas between them, of a generate call.
     """
 
     ranks: tuple[int, ...]

@@ -56,6 +56,7 @@ from usp.rlhf.served import (
     all_renewed,
     received_pieces,
     send_pieces,
+    server_for,
 )
 from usp.run.failures import ConfigurationError
 from usp.run.launch import Launch
@@ -156,7 +157,8 @@ class StandIn(Worker):
 
 
 class Stub(ThreadingHTTPServer):
-    """breaks: what goes wrong. fails: how the next requests for tokens fail. sizes: bytes that arrived, by update."""
+    """breaks: what goes wrong. fails: how the next requests for tokens fail. sizes: bytes that arrived, by update.
+    dies, forgets: after how many updates, in the middle of a request or at its start. steady: noise is by place."""
 
     daemon_threads = True
 
@@ -167,11 +169,26 @@ class Stub(ThreadingHTTPServer):
         self.recorder, self.forward = ChoiceRecorder(self.model) if routed else None, threading.Lock()
         self.breaks, self.fails, self.sizes, self.asked = "", list[str](), list[int](), list[dict[str, Any]]()
         self.updates = list[list[dict[str, Tensor]]]()
+        self.dies, self.forgets, self.dead, self.steady = 0, 0, False, False
         self.workers = [StandIn(self, rank) for rank in range(tp)]
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def forget(self) -> None:
+        """Be another server at the same URL, which was started a moment ago."""
+        self.version, self.forgets = "default", 0
+        for worker in self.workers:
+            worker.held, worker._usp_given = {}, ("", {})
+        with torch.no_grad():
+            loaded(self.model, {name: -x for name, x in stored_tensors(self.model).items()})
+
+    def die(self) -> None:
+        if not self.dead:
+            self.dead = True
+            self.shutdown()
+            self.server_close()
 
     def rpc(self, method: str, args: dict[str, Any]) -> list[Any]:
         with ThreadPoolExecutor(self.tp) as pool:
@@ -202,12 +219,15 @@ def stub(
     try:
         yield server
     finally:
-        server.shutdown()
-        server.server_close()
+        server.die()
 
 
 class Handler(JsonHandler):
     server: Stub
+
+    def handle(self) -> None:
+        if not self.server.dead:
+            super().handle()
 
     def do_GET(self) -> None:
         told = {"/v1/models": {"data": [{"id": "policy"}]}, "/weight_info": {"weight_version": self.server.version}}
@@ -233,35 +253,44 @@ class Handler(JsonHandler):
             self.complete(asked)
 
     def complete(self, asked: dict[str, Any]) -> None:
-        self.server.asked.append(asked)
+        with self.server.forward:
+            self.server.asked.append(asked)
+            if 0 < self.server.forgets == len(self.server.sizes):
+                self.server.forget()
         fails = self.server.fails.pop(0) if self.server.fails else ""
         if fails == "503":
             self.send_error(503, "loading")
             return
         if streams := asked["stream"]:
             self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
         assert asked["return_token_ids"] and asked["ignore_eos"] and asked["logprobs"] == 0
         work = Generate(temperature=asked["temperature"], top_k=asked["top_k"], top_p=asked["top_p"])
         ids, logprobs = list(asked["prompt"]), []
         for number in range(asked["max_tokens"]):
-            if number == 2 and fails == "cut":
+            if number == 2 and 0 < self.server.dies == len(self.server.sizes):
+                time.sleep(0.5)  # until the tokens before are read
+                self.server.die()
+            if (number == 2 and fails == "cut") or self.server.dead:
                 return
             if self.server.breaks == "slow":
                 time.sleep(0.005)
             logits = self.logits(ids)[:, -1].float()
-            token, logprob = sample(logits, torch.tensor([sequence_key(asked["seed"], number)]), KEYS, work)
+            key = sequence_key(asked["seed"] + number, 0) if self.server.steady else sequence_key(asked["seed"], number)
+            token, logprob = sample(logits, torch.tensor([key]), KEYS, work)
             ids.append(int(token))
             logprobs.append(None if fails == "nan" else float(logprob))
             stops = ids[-1] in asked["stop_token_ids"]
             end = "stop" if stops else "length" if number + 1 == asked["max_tokens"] else None
             choice = {"token_ids": ids[-1:], "logprobs": {"token_logprobs": logprobs[-1:]}, "finish_reason": end}
             if streams:
-                self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+                line = f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+                self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
             if stops:
                 break
         if streams:
-            self.wfile.write(b"data: [DONE]\n\n")
+            self.wfile.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
             return
         choice |= {"token_ids": ids[len(asked["prompt"]) :], "logprobs": {"token_logprobs": logprobs}}
         self.reply({"choices": [choice | {"routed_experts": self.experts(ids[:-1])}]})
@@ -342,6 +371,7 @@ def same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
         assert all(received == minimum for received, minimum in one["moved"])
 
 
+SAME = {"actor/loss", "actor/grad_norm", "score", "logprob_difference_max"}
 Own = Callable[..., list[dict[str, Any]]]
 
 
@@ -361,13 +391,16 @@ def own(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_steps_are_those_of_our_own_decoding(
     ranks: RankPool, folder: Path, own: Own, tmp_path: Path, name: str
 ) -> None:
+    """And another server of the pool, one of whose workers fails in every update, is asked for nothing."""
     size, tp, options = LAYOUTS[name]
     stops = {"stop_ids": ",".join(map(str, range(0, BYTE_VOCAB, 9)))}
     wanted = own(**stops)
-    with stub(tp) as server:
-        config = of(folder, tmp_path / "served", rollout_engine=server.url, **stops, **options)
+    with stub(tp) as server, stub(tp) as broken:
+        broken.breaks = "worker"
+        config = of(folder, tmp_path / "served", rollout_engine=f"{broken.url},{server.url}", **stops, **options)
         for found in ranks.run(steps_of, size, config):
             same(found, wanted)
+        assert not broken.asked and not broken.sizes and broken.version == "default"
     model = drawn_model(MODEL)
     divided = [x.nbytes // (tp if x.ndim > 1 else 1) for x in model.parameters()]
     assert server.sizes == [tp * sum(divided)] * CONFIG.steps
@@ -429,6 +462,48 @@ def test_workers_are_sent_what_has_changed(ranks: RankPool, folder: Path, tmp_pa
     assert all(0 < changed < 0.6 * whole for whole, changed in zip(left[0][1:], left[1][1:], strict=True))
 
 
+POOL: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "adapters": (torch.float32, {"lora_rank": 4, "lora_targets": "q_proj,down_proj", "learning_rate": 3e-2}),
+    "changes": (torch.bfloat16, {"dtype": "bfloat16", "delta_updates": True, "learning_rate": 1e-5}),
+}
+
+
+@pytest.mark.parametrize("name", POOL)
+@pytest.mark.slow(full=2)
+def test_a_pool_loses_and_regains_servers(ranks: RankPool, folder: Path, tmp_path: Path, name: str) -> None:
+    """Of three servers one is killed, one replaced by one without weights, one slow, for two data-parallel ranks: steps
+    have the bits of a run whose servers are sound, and the replaced one alone is sent all weights again."""
+    dtype, options = POOL[name]
+    steps, left, asked = [], [], []
+    for disturbed in (False, True):
+        with stub(1, dtype) as killed, stub(1, dtype) as replaced, stub(1, dtype) as slow:
+            servers = (killed, replaced, slow)
+            for server in servers:
+                server.steady = True
+            if disturbed:
+                killed.dies, replaced.forgets, slow.breaks = 2, 3, "slow"
+            urls = ",".join(server.url for server in servers)
+            config = of(folder, tmp_path / f"{disturbed}", rollout_engine=urls, steps=4, **options)
+            found = ranks.run(steps_of, 2, config)
+            updates = [len(server.sizes) for server in servers]
+        steps.append([{key: x for key, x in each.items() if key in SAME} for each in found[0]])
+        left.append(sent_by(found))
+        asked.append([server.asked for server in servers])
+        assert updates == ([2, 4, 4] if disturbed else [4, 4, 4])
+    assert steps[0] == steps[1] and steps[0][0].keys() == SAME and all(asked[0])
+    assert {each["max_tokens"] for each in chain(*asked[1])} == {CONFIG.max_new_tokens, CONFIG.max_new_tokens - 2}
+    whole, *changes = (each // 3 for each in left[0])
+    assert max(changes) < 0.6 * whole
+    assert left[1] == [3 * whole, 3 * changes[0], 2 * changes[1], changes[2] + whole]
+
+
+def test_an_episode_stays_and_others_go_to_the_least_loaded() -> None:
+    loads = {"a": 2, "b": 1, "c": 1}
+    assert server_for(loads, {}, "") == "b" and server_for(loads, {}, "a") == "a"
+    assert server_for(loads, {"a": "lost", "b": "lost"}, "a") == "c"
+    assert server_for(loads, {"c": "lost", "a": "lost", "b": "lost"}, "a") == "c", "that was lost first"
+
+
 IN_TWO = [pytest.param("one rank", marks=pytest.mark.exhaustive), "tp 2 on ranks of its own"]
 
 
@@ -483,9 +558,9 @@ def test_pieces_have_the_bits_that_were_sent(dtype: torch.dtype) -> None:
         pieces = [WeightPiece(name, x.shape, x.shape, ((0, len(x)),), x) for name, x in values.items()]
         one, two = socket.socketpair()
         with one, two, ThreadPoolExecutor(1) as pool:
-            sent = pool.submit(send_pieces, one, pieces, given[0])
+            sent = pool.submit(send_pieces, {"worker": (one, True)}, pieces, given[0])
             found = {piece.name: piece.whole() for piece in received_pieces(two, given[1])}
-            nbytes.append(sent.result())
+            nbytes.append(sent.result()[0])
         assert all(torch.equal(bits(found[name]), bits(x)) for name, x in values.items()), number
     whole = sum(x.nbytes for x in values.values())
     assert nbytes[0] == whole == max(nbytes) and min(nbytes) < 0.01 * whole
@@ -511,9 +586,13 @@ def test_turns_go_on_and_stop_strings_end(ranks: RankPool, folder: Path, tmp_pat
         size, tp, layout = LAYOUTS[name]
         options |= {"eval_every": 1, "eval_prompts": 4, "eval_temperature": 0.0, "max_new_tokens": 12}
         wanted, responses = ranks.run(evaluated, 1, of(folder, tmp_path / f"own{number}", **options))[0]
-        with stub(tp) as server:
-            config = of(folder, tmp_path / f"served{number}", rollout_engine=server.url, **options, **layout)
+        with stub(tp) as server, stub(tp) as other:
+            urls = f"{server.url}, {other.url}/"
+            config = of(folder, tmp_path / f"served{number}", rollout_engine=urls, **options, **layout)
             found = ranks.run(evaluated, size, config)
+        prompts = [[asked["prompt"] for asked in each.asked] for each in (server, other)]
+        for one, two in (prompts, prompts[::-1]):
+            assert one and not any(ids != begin and ids[: len(begin)] == begin for ids in one for begin in two)
         assert found[0][1] == responses and responses
         assert all(metrics == pytest.approx(wanted) for metrics, _ in found)
 
@@ -537,12 +616,13 @@ def test_partial_rollouts_go_on(ranks: RankPool, folder: Path, tmp_path: Path) -
         assert begun, "no response went on"
 
 
-def answers(server: Stub, prompts: int = 1) -> Tensor:
+def answers(*servers: Stub, prompts: int = 1) -> Tensor:
     """The tokens of requests, and their log-probabilities."""
-    requests, found = Requests(RolloutServer(server.url, pause=0.01).named(), 2), dict[str, list[Any]]()
+    pool = [RolloutServer(server.url, pause=0.01).named() for server in servers]
+    requests, found = Requests(pool, 2, "default", {}, False), dict[str, list[Any]]()
     sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 3, "stop_token_ids": [], "ignore_eos": True}
     for number in range(prompts):
-        requests.begin(str(number), range(4 + number), 5, sampling | {"logprobs": 0})
+        requests.begin(str(number), number, range(4 + number), 5, sampling | {"logprobs": 0})
         found[str(number)] = []
     left = prompts
     try:
@@ -557,28 +637,34 @@ def answers(server: Stub, prompts: int = 1) -> Tensor:
 
 @pytest.mark.slow
 def test_requests_are_tried_again_and_go_on_where_they_broke() -> None:
-    with stub() as server:
-        wanted = answers(server, 5)
+    with stub() as server, stub() as other:
+        wanted = answers(server, prompts=5)
         assert wanted.shape == (5, 5, 2)
         server.fails = ["503", "cut", "503"]
-        torch.testing.assert_close(answers(server, 5), wanted)
+        torch.testing.assert_close(answers(server, prompts=5), wanted)
         assert any(asked["max_tokens"] == 3 and len(asked["prompt"]) > 5 for asked in server.asked)
         server.fails = ["503"] * 3
         with pytest.raises(
-            ConnectionError, match=r"the rollout server at http.*/v1 failed 3 times: OSError: HTTP Error 503: loading"
+            ConnectionError, match=r"the rollout server at http.*/v1 failed: OSError: HTTP Error 503: loading"
         ):
             answers(server)
+        server.fails, other.version = ["503"] * 9, "another run's"
+        with pytest.raises(
+            ConnectionError,
+            match=r"at http.*/v1 failed: .* of version another .*; .*/v1 failed: OSError: HTTP Error 503",
+        ):
+            answers(other, server)
 
 
 BREAKS = {
     "worker": r"the rollout server http.*/v1 for actor_generate failed on rank 0 while its weights were updated: "
-    r"OSError: HTTP Error 500: IndexError: no such block",
-    "forgotten": r"failed on rank 0 while its weights were updated: OSError: HTTP Error 500: ValueError: the weights "
-    r"that changes were sent to are not this server's last update",
-    "restarted": r"failed on rank 0 while it decoded: RuntimeError: its weights are of version default and not \w+-1",
+    r"ConnectionError: the rollout server at http.* failed: OSError: HTTP Error 500: IndexError: no such block",
+    "forgotten": r"failed on rank 0 while its weights were updated: ConnectionError: .* failed: OSError: .*: "
+    r"ValueError: the weights that changes were sent to are not this server's last update",
+    "restarted": r"while it decoded: .* failed: ConnectionError: its weights are of version default and not \w+-1",
     "nan": r"logits of response \d+ are not finite",
     "gone": r"the rollout server .* failed on rank 0 while it decoded: ConnectionError: "
-    r"the rollout server at http.* failed 3 times",
+    r"the rollout server at http.* failed: OSError: HTTP Error 503",
 }
 
 
@@ -613,11 +699,14 @@ def test_what_a_server_cannot_do_is_refused(folder: Path, tmp_path: Path) -> Non
     check(r"it needs the policy's model, and has another: .*hidden_size = 32 instead of 128", model="tiny")
     check(r"--rollout-cache = 2.0 is that of vLLM, which no call decodes with", rollout_cache=2.0)
     check(r"divides a model only over tp", size=2, sp_ulysses=2)
-    check(r"--rollout-engine = 'sglang' must be own, vllm or the URL of a server", rollout_engine="sglang")
+    check(r"--rollout-engine = 'sglang' must be own, vllm or URLs of servers", rollout_engine="sglang")
+    check(r"--rollout-engine = 'http://a,vllm' must be own, vllm or URLs of servers", rollout_engine="http://a,vllm")
     check(
-        r"the rollout server at http://127.0.0.1:9/v1 failed 1 times.* --worker-extension-cls usp.rlhf.served.Worker",
+        r"the rollout server at http://127.0.0.1:9/v1 failed: .* --worker-extension-cls usp.rlhf.served.Worker",
         rollout_engine="http://127.0.0.1:9/v1",
     )
+    with stub() as server:
+        prepare(of(folder, tmp_path / "run", rollout_engine=f"http://127.0.0.1:9/v1,{server.url}"), Launch())
     check(r"do not predict calls with --rollout-engine = http.*, whose devices they do not know", plan="search")
 
 

@@ -32,6 +32,7 @@ from tests.usp.rlhf.generation.vllm_server import vllm_server
 from usp.data.tokenizer import BYTE_EOS, BYTE_VOCAB
 from usp.hf.models import empty_model, materialise
 from usp.hf.weights import initialise
+from usp.rlhf.environments.ready_rewards import post
 from usp.rlhf.served import WORKER
 
 pytestmark = pytest.mark.skipif(
@@ -412,3 +413,53 @@ def test_a_server_that_is_killed_is_named_and_the_run_resumes_with_another(tmp_p
         resumed = run.end()
     assert resumed.exit_code == 0 and "resumed from: deadly/checkpoints/step-0000000" in resumed.out, resumed.err
     assert steps("deadly") == steps("calm") and len(steps("calm")) == 4
+
+
+def test_a_pool_loses_and_regains_servers(tmp_path: Path) -> None:
+    """Of three servers one is killed, one replaced by one without the policy's weights, and one decodes a sequence at a
+    time: responses of the likeliest tokens get the scores of a run on sound servers."""
+    whole_model("llama").save_pretrained(tmp_path / "served")
+    hold, flags = tmp_path / "hold", (*ROLLOUTS, "--logprobs-mode", "raw_logprobs")
+
+    def begin(output: str, urls: list[str]) -> Run:
+        options = options_of(("llama", "ppo", {"ranks": "0-1"}, {"ranks": "0-1", "engine": ",".join(urls)}), tmp_path)
+        waits = f"\n    while os.path.exists({str(hold)!r}):\n        time.sleep(0.1)\n    data"
+        (tmp_path / "reward.py").write_text("import os, time\n" + REWARD.replace("\n    data", waits, 1))
+        options |= {"steps": 8, "prompts": 8, "output": output, "dtype": "float32", "top_k": 1}
+        options |= {"max_new_tokens": 16}
+        del options["rollout_cache"]
+        args = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+        return Run([*args, "--delta-updates"], tmp_path, ranks=2, script=ROOT / "rlhf.py")
+
+    def steps(output: str) -> list[Any]:
+        file = tmp_path / output / "metrics.jsonl"
+        records = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+        return [[record[key] for key in ("step", "score", "actor/loss")] for record in records]
+
+    def reached(step: int) -> None:
+        until = time.monotonic() + 300
+        while len(steps("disturbed")) < step and time.monotonic() < until:
+            time.sleep(0.05)
+
+    with (
+        vllm_server(tmp_path / "served", tmp_path / "log0", *flags) as killed,
+        vllm_server(tmp_path / "served", tmp_path / "log1", *flags) as replaced,
+        vllm_server(tmp_path / "served", tmp_path / "log2", *flags, "--max-num-seqs", "1") as slow,
+    ):
+        urls = [server.url for server in (killed, replaced, slow)]
+        with begin("calm", urls) as run:
+            calm = run.end()
+        assert calm.exit_code == 0, calm.err
+        with begin("disturbed", urls) as run:
+            reached(2)
+            killed.kill()
+            reached(4)
+            hold.touch()
+            replaced.kill()
+            with vllm_server(tmp_path / "served", tmp_path / "log3", *flags, url=replaced.url):
+                hold.unlink()
+                disturbed = run.end()
+                version = post(f"{replaced.url.removesuffix('/v1')}/weight_info", None, 10)["weight_version"]
+    assert disturbed.exit_code == 0 and f"the rollout server at {killed.url} failed" in disturbed.err, disturbed.err
+    assert version.endswith("-8"), "it has not come back"
+    assert torch.tensor(steps("disturbed")).allclose(torch.tensor(steps("calm")), rtol=1e-4, atol=1e-6)

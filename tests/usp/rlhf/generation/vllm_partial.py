@@ -23,7 +23,6 @@ from usp.parallel import ParallelDims, ParallelMesh
 from usp.parallel.reallocation.boxes import Box
 from usp.rlhf.generation.partial import go_on, group_samples
 from usp.rlhf.generation.vllm import EngineOptions, ServedEngine, VllmEngine, pieces_of
-from usp.rlhf.served import RolloutServer
 from usp.run.launch import leave
 
 
@@ -35,7 +34,7 @@ def main(store: str, family: str, url: str = "") -> None:
     options = EngineOptions("generate", tp=1, experts=False, processed=True, **sizes)
     mesh = ParallelMesh.create(ParallelDims(dp_shard=1))
     way: tuple[Any, ...] = (options, mesh, bytes, nullcontext)
-    engine = ServedEngine(RolloutServer(url).named(), *way) if url else VllmEngine.start(model.config, *way)
+    engine = ServedEngine(model.config, url, *way) if url else VllmEngine.start(model.config, *way)
     assert engine is not None
 
     on_disk = disk_layout(model, {name: x.shape for name, x in stored_tensors(model).items()})

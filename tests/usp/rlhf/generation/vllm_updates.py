@@ -36,7 +36,7 @@ def main(store: str, family: str, url: str = "") -> None:
     options = EngineOptions("generate", tp=1, experts=False, processed=True, **sizes)
     mesh = ParallelMesh.create(ParallelDims(dp_shard=1))
     way: tuple[Any, ...] = (options, mesh, bytes, nullcontext)
-    engine = ServedEngine(RolloutServer(url).named(), *way) if url else VllmEngine.start(model.config, *way)
+    engine = ServedEngine(model.config, url, *way) if url else VllmEngine.start(model.config, *way)
     assert engine is not None
     assert not url or server_problems(RolloutServer(url), options, model.config) == []
     on_disk = disk_layout(model, {name: x.shape for name, x in stored_tensors(model).items()})
