@@ -351,7 +351,6 @@ SHOWN_ELSEWHERE = {  # files whose tests are all slow, and where the fast lane s
     "tests/usp/rlhf/test_ahead.py": "tests/usp/rlhf/runtime/test_staleness.py",
     "tests/usp/rlhf/test_switching.py": "tests/usp/rlhf/replan/test_replan_decision.py",
     "tests/usp/train/families/test_whole_runs.py": "tests/usp/train/families/test_families.py",
-    "tests/usp/train/test_compile.py": "tests/usp/sp/test_operator.py",
     "tests/usp/train/test_golden.py": "tests/usp/train/test_parity.py",
 }
 
