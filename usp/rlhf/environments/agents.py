@@ -1,8 +1,8 @@
 """An agent as an environment: a command, or a service, whose requests to an OpenAI-compatible endpoint the policy
 answers.
 
-    agent --POST /v1/chat/completions--> endpoint --requests--> ranks, which generate them in one batch
-    agent <------------ completion ----- endpoint <---replies-- ranks
+    agent --POST /v1/[chat/]completions--> endpoint --requests--> ranks, which generate them in one batch
+    agent <------------ completion ------- endpoint <---replies-- ranks
 
 The process of an episode serves one agent on the loopback. It tells the ranks which messages of a request are new and
 which reply they follow, so that the ranks go on from the ids of that reply. The standard library alone is imported."""
@@ -34,9 +34,9 @@ ROUND = 0.01  # seconds in which further requests join a round
 FOREVER = 1e6  # seconds: what an episode may last is bounded step by step
 PAUSES = (0.1, 1.0)  # seconds before a service that has asked for nothing is asked again
 # Sampling is what the flags of the run say, as training has to know it. Other keys of a request are refused.
-KNOWN = {"messages", "tools", "max_tokens", "max_completion_tokens", "chat_template_kwargs", "stream", "model", "user"}
-KNOWN |= {"temperature", "top_p", "seed", "metadata", "store", "stream_options", "parallel_tool_calls"}
-NEUTRAL: Any = {"n": [1], "tool_choice": ["auto", "none"], "response_format": [{"type": "text"}]}
+KNOWN = {"max_tokens", "stream", "stream_options", "model", "user", "temperature", "top_p", "seed", "metadata", "store"}
+OF_CHATS = {"messages", "tools", "max_completion_tokens", "chat_template_kwargs", "parallel_tool_calls"}
+NEUTRAL: Any = {"n": [1], "tool_choice": ["auto", "none"], "response_format": [{"type": "text"}], "best_of": [1]}
 Message: TypeAlias = dict[str, Any]
 Waiting: TypeAlias = tuple[dict[str, Any], Future[dict[str, Any]]]  # a request as ranks are told, and their reply
 
@@ -45,9 +45,9 @@ class Refused(Exception):
     """The status of HTTP with which the endpoint refuses a request, and why."""
 
 
-def followed(known: Mapping[int, list[str]], whole: Sequence[str]) -> int | None:
-    """Return the reply that a conversation goes on from: of those that it begins with the longest, None without one.
-    known: the conversations up to each reply, `comparable`."""
+def followed(known: Mapping[int, list[str] | str], whole: list[str] | str) -> int | None:
+    """Return the reply that a conversation, or a text, goes on from: of those that it begins with the longest, None
+    without one. known: the conversations up to each reply, `comparable`, and texts."""
     begun = [(len(each), -number) for number, each in [*known.items()] if each == whole[: len(each)] != whole]
     return -max(begun)[1] if begun else None
 
@@ -113,34 +113,49 @@ class Endpoint(ThreadingHTTPServer):
         self.token, self.events = f"sk-{secrets.token_urlsafe(24)}", queue.SimpleQueue[Waiting | str]()
         self.posted: float | None = None
         self.refused = self.last = ""
-        self._known: dict[int, list[str]] = {}
+        self._known: dict[int, list[str] | str] = {}
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a client that has left."""
 
-    def complete(self, body: Mapping[str, Any]) -> Any:
-        """Return the completion of a request. Raises Refused."""
-        others = {key: value for key, value in body.items() if key not in KNOWN and value}  # 0 and false: the default
-        if wrong := [key for key, value in others.items() if value not in NEUTRAL.get(key, ())]:
-            raise Refused(400, f"not supported: {', '.join(f'{key} = {body[key]!r:.80}' for key in wrong)}")
+    def chat(self, body: Mapping[str, Any]) -> Any:
+        """Return the completion of a conversation. Raises Refused."""
         if not isinstance(listed := body.get("messages"), list) or not listed:
             raise Refused(400, "messages must be a list of objects")
         messages = [read_message(message) for message in listed]
         tools = (body.get("tools") or None) if body.get("tool_choice") != "none" else None
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
         given = {"tools": tools, "template": body.get("chat_template_kwargs") or {}}
         after = followed(self._known, comparable(given, messages))
         new = messages if after is None else messages[len(self._known[after]) - 1 :]
-        waiting = Future[dict[str, Any]]()
-        self.events.put(({**given, "after": after, "new": new, "limit": limit}, waiting))
+        reply = self._reply(body, OF_CHATS, {**given, "after": after, "new": new})
+        message = message_of(reply["text"], tools)
+        self._known[reply["number"]] = comparable(given, [*messages, read_message(message)])
+        return completion(body, reply, message)
+
+    def complete(self, body: Mapping[str, Any]) -> Any:
+        """Return the completion of a text, which no template changes. Raises Refused."""
+        prompt = body.get("prompt")
+        if not isinstance(text := prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt, str):
+            raise Refused(400, "prompt must be one text, not ids or several")
+        after = followed(self._known, text)
+        new = text if after is None else text[len(self._known[after]) :]
+        reply = self._reply(body, {"prompt"}, {"tools": None, "template": {}, "after": after, "new": new})
+        self._known[reply["number"]] = text + reply["text"]
+        return completion(body, reply, reply["text"])
+
+    def _reply(self, body: Mapping[str, Any], keys: set[str], request: dict[str, Any]) -> dict[str, Any]:
+        """Return the policy's reply. Raises Refused, also for keys but `KNOWN` and these."""
+        others = {key: value for key, value in body.items() if value and key not in KNOWN | keys}  # 0, false: default
+        if wrong := [key for key, value in others.items() if value not in NEUTRAL.get(key, ())]:
+            raise Refused(400, f"not supported: {', '.join(f'{key} = {body[key]!r:.80}' for key in wrong)}")
+        limit, waiting = body.get("max_completion_tokens") or body.get("max_tokens"), Future[dict[str, Any]]()
+        self.events.put(({**request, "limit": limit}, waiting))
         reply = waiting.result()
         if why := reply.get("refused"):
             raise Refused(400, why)
         self.last = reply["text"]
-        message = message_of(reply["text"], tools)
-        self._known[reply["number"]] = comparable(given, [*messages, read_message(message)])
-        return completion(body, reply, message)
+        return reply
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -182,6 +197,8 @@ class Handler(BaseHTTPRequestHandler):
             case "GET", "/v1/models":
                 return {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "usp"}]}
             case "POST", "/v1/chat/completions":
+                return self.server.chat(asked)
+            case "POST", "/v1/completions":
                 return self.server.complete(asked)
             case "POST", "/v1/reward":
                 if (reward := reward_of(asked)) is None:
@@ -191,19 +208,25 @@ class Handler(BaseHTTPRequestHandler):
         raise Refused(404, f"there is no {self.command} {self.path:.200}")
 
 
-def completion(body: Mapping[str, Any], reply: Mapping[str, Any], message: Message) -> Any:
-    """Return a completion, or if it is streamed its chunks: the whole reply, its end, and the usage if it is wanted."""
-    stream, ends = body.get("stream"), "tool_calls" if message.get("tool_calls") else reply["finish"]
-    common = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.get("model")}
-    common["object"] = "chat.completion.chunk" if stream else "chat.completion"
+def completion(body: Mapping[str, Any], reply: Mapping[str, Any], said: Message | str) -> Any:
+    """Return a completion of a message or a text, or if it is streamed its chunks: the whole reply, its end, and the
+    usage if it is wanted."""
+    stream, chats = body.get("stream"), isinstance(said, dict)
+    common = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.get("model")}
+    common["object"] = ("chat.completion.chunk" if stream else "chat.completion") if chats else "text_completion"
     read, written = reply["read"], reply["written"]
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": ends}
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": reply["finish"]}
+    content: dict[str, Any] = {"text": said}
+    if isinstance(said, dict):
+        calls = [{"index": at, **call} for at, call in enumerate(said.get("tool_calls", ()))]
+        choice |= {"finish_reason": "tool_calls"} if calls else {}
+        content = {"delta": {**said, "tool_calls": calls} if calls else said}
+        content = content if stream else {"message": {**said, "refusal": None}}
     if not stream:
-        return {**common, "choices": [{**choice, "message": {**message, "refusal": None}}], "usage": usage}
-    calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls", ()))]
-    delta = {**message, "tool_calls": calls} if calls else message
-    parts = ({**choice, "delta": delta, "finish_reason": None}, {**choice, "delta": {}})
+        return {**common, "choices": [{**choice, **content}], "usage": usage}
+    end: dict[str, Any] = {"delta": {}} if chats else {"text": ""}
+    parts = ({**choice, **content, "finish_reason": None}, {**choice, **end})
     chunks: list[Any] = [{**common, "choices": [part]} for part in parts]
     counted = (body.get("stream_options") or {}).get("include_usage")
     return [*chunks, {**common, "choices": [], "usage": usage}] if counted else chunks
@@ -212,9 +235,9 @@ def completion(body: Mapping[str, Any], reply: Mapping[str, Any], message: Messa
 class AgentEnvironment:
     """An environment that runs a command or asks a service, which asks the policy through an `Endpoint`.
 
-    An observation is a JSON list of requests: after (the reply that it follows), new (messages), tools, template and
-    limit. A turn is a JSON list of replies to these: `refused`, or text, number, finish, and the tokens read and
-    written.
+    An observation is a JSON list of requests: after (the reply that it follows), new (messages or a text), tools,
+    template and limit. A turn is a JSON list of replies to these: `refused`, or text, number, finish, and the tokens
+    read and written.
 
     agent: the command, or the URL of the service. reward: scores the last reply of an agent that tells no reward.
     """

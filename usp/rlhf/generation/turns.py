@@ -273,7 +273,8 @@ class Turns:
         over = left <= 0 or len(record.turns) + place >= episodes.max_turns or episodes.exceeds(new)
         if not over:
             last = before.rollout.tokens if before else ()
-            ids = episodes.observe(new, last, chat) if before else episodes.begin(replace(chat, messages=new))
+            follows = before or isinstance(new, str)  # a text is read alike wherever it stands
+            ids = episodes.observe(new, last, chat) if follows else episodes.begin(replace(chat, messages=new))
             observed = len(ids) + (before.observed if before else 0)
             known = len(ids) + (len(before.rollout.prompt) + len(before.rollout.tokens) if before else 0)
             left = min(left, self._context - known, request.get("limit") or left)

@@ -78,7 +78,9 @@ def refusals() -> list[Any]:
         post("/chat/completions", {**hello, "stop": ["x"]}),
         post("/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         post("/chat/completions", {"messages": "text"}),
-        post("/completions", hello),
+        post("/completions", {"prompt": ["one", "two"]}),
+        post("/completions", {"prompt": "one", "echo": True, **hello}),
+        post("/embeddings", hello),
         post("/reward", {"reward": "much"}),
     ]
 

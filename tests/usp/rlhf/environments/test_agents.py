@@ -247,7 +247,9 @@ def test_what_the_endpoint_does_not_support_is_refused() -> None:
         "400 not supported: stop = ['x']",
         "400 a message must have a role, and text under content: no images",
         "400 messages must be a list",
-        "404 there is no POST /v1/completions",
+        "400 prompt must be one text, not ids or several",
+        "400 not supported: echo = True, messages = [",
+        "404 there is no POST /v1/embeddings",
         '400 a reward must be {"reward": NUMBER}',
     ):
         assert said in text
@@ -308,14 +310,23 @@ def test_the_client_of_openai_streams_and_completes(tmp_path: Path) -> None:
         "assert text == 'three' and chunks[-1].usage.prompt_tokens and chunks[1].choices[0].finish_reason == 'stop'\n"
         "other = client.chat.completions.create(model='m', messages=messages[:1], max_completion_tokens=3)\n"
         "assert other.choices[0].finish_reason == 'length'\n"
+        "first = client.completions.create(model='m', prompt='<s>Once', temperature=1.0)\n"
+        "with client.completions.create(\n"
+        "    model='m', prompt='<s>Once' + first.choices[0].text + ' there', stream=True, stream_options=options\n"
+        ") as stream:\n"
+        "    parts = list(stream)\n"
+        "assert ''.join(part.choices[0].text for part in parts if part.choices) == ' was'\n"
+        "assert parts[1].choices[0].finish_reason == 'stop' and parts[-1].usage.completion_tokens == 5\n"
         "print(json.dumps({'reward': len(other.choices[0].message.content)}))\n"
     )
     settings = {"agent": f"{sys.executable} {script}", "reward": "match"}
     episodes = replace(episodes_of([{}], TOOLS), processes=Processes(AGENT, 60.0, settings))
-    policy = Sampled([CALL, "three", "three"])
+    policy = Sampled([CALL, "three", "three", " upon a time", " was"])
     (found,) = played(episodes, policy)
     assert episodes.failures == [] and found.score == 3
-    assert violations([found], policy.wrote) == 0 and len(policy.wrote) == 3
+    assert violations([found], policy.wrote) == 0 and len(policy.wrote) == 5
+    (_, _, _, (begun, written, _), (read, _, _)) = policy.wrote
+    assert BYTES.show(begun) == "<s>Once" and read == [*begun, *written, *BYTES.encode(" there")]
 
 
 Drawn = tuple[tuple[int, ...], int, float, int]  # what was read before a token, the token, log-probability, version
