@@ -110,7 +110,7 @@ BAD = refusals_of("""
     --oversample = 1.5 must be at most --staleness = 1 |
     --partial-rollouts is for generated responses, and dpo has none
 --staleness 2 --partial-rollouts --environment lookup.py:Lookup --replan every=10 =>
-    an --environment or --agent cannot be stopped and go on | --replan does not predict how often
+    --replan does not predict how often an environment or agent answers
 --oversample 0.5 => --oversample = 0.5 must be at least 1, or 0
 --oversample 2 --algorithm remax =>
     choose the prompts of a step by one call, and --algorithm = remax has actor_generate, greedy_generate

@@ -114,7 +114,7 @@ def run_begun(switches: bool) -> Result:
     for number in range(1, STEPS + 4):
         assert executor.rollouts is not None
         left.append(
-            sum(tokens for of in executor.rollouts.states.values() for tokens, complete, _ in of if not complete)
+            sum(tokens for of in executor.rollouts.states.values() for tokens, complete, *_ in of if not complete)
         )
         if switches and number > 1:
             executor.change_plan(plans[number % 2])
