@@ -92,9 +92,12 @@ class LogitTransform:
 UNCHANGED = LogitTransform()
 
 
-def adds_products(device: torch.device) -> bool:
-    """Return whether a product of half-precision matrices can be added to a float32 matrix."""
-    return device.type == "cuda"
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the product of two matrices to a float32 one."""
+    if total.device.type == "cuda":  # neither a rounded product nor its round trip
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 class HeadGradients:
@@ -113,10 +116,8 @@ class HeadGradients:
             self.hidden[chunk] = grad_logits_CV @ weight
         if self.weight is not None and self.weight.dtype == hidden.dtype:
             self.weight.addmm_(grad_logits_CV.T, hidden[chunk])
-        elif self.weight is not None and adds_products(hidden.device):  # neither a rounded product nor its round trip
-            torch.addmm(self.weight, grad_logits_CV.T, hidden[chunk], out_dtype=self.weight.dtype, out=self.weight)
         elif self.weight is not None:
-            self.weight += grad_logits_CV.T @ hidden[chunk]
+            add_product(self.weight, grad_logits_CV.T, hidden[chunk])
 
     def reduce(self, rows: VocabularyRows) -> tuple[Tensor | None, Tensor | None]:
         """Sum the gradient of `hidden` over the vocabulary's shards; return both gradients."""

@@ -43,7 +43,6 @@ def matmul_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
     if packet is aten._grouped_mm:
         a, b = args[0], args[1]  # (rows, K) x (groups, K, N), or for a weight's gradient (M, rows) x (rows, N)
         return 2 * a.numel() * b.shape[-1]
-    args = args[:3] if func is aten.addmm.dtype_out else args  # of whose dtype torch's formula does not know
     formula = None if packet in ATTENTION else flop_registry.get(packet)
     return 0 if formula is None else formula(*args, **kwargs, out_val=result)
 

@@ -229,11 +229,16 @@ def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
         stack.enter_context(patch.object(SpAxes, "agree", lambda *_, **__: None))
         stack.enter_context(patch.object(ShardingPropagator, _SHAPES, propagate))
         if device.type == "cuda":  # where a merge is one operator, with the bytes of this one
-            stack.enter_context(patch.object(usp.losses, "adds_products", lambda _: True))
+            stack.enter_context(patch.object(usp.losses, "add_product", _add_product))
             stack.enter_context(patch.object(usp.model.recompute, "copier_for", lambda device: host))
             stack.enter_context(patch.object(FSDPParam, "all_gather_inputs", property(_copied_to_device)))
             stack.enter_context(patch.object(accumulate, "merge", lambda out, lse, more, more_lse: out.add_(more)))
         yield
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Multiply as on a GPU, into the memory of the sum: torch 2.11 has no shapes for the operator that does so."""
+    total.view(left.dtype)[:, ::2].addmm_(left, right)
 
 
 _ALL_GATHER_INPUTS: Callable[[FSDPParam], list[Tensor]] = vars(FSDPParam)["all_gather_inputs"].fget
