@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-import usp.losses
 import usp.model.recompute
 import usp.sp.sp_attention
+from usp import losses
 from usp.attention import AttentionSpec, accumulate, check_kernel_name, select_kernel
 from usp.attention.kernels.base import Kernel
 from usp.sp.sequence import SpAxes
@@ -229,16 +229,14 @@ def stand_ins(device: torch.device, host: HostMemory) -> Iterator[None]:
         stack.enter_context(patch.object(SpAxes, "agree", lambda *_, **__: None))
         stack.enter_context(patch.object(ShardingPropagator, _SHAPES, propagate))
         if device.type == "cuda":  # where a merge is one operator, with the bytes of this one
-            stack.enter_context(patch.object(usp.losses, "add_product", _add_product))
+            # Into the memory of the sum, as on a GPU, for whose operator torch 2.11 has no shapes.
+            stack.enter_context(
+                patch.object(losses, "add_product", lambda x, a, b: x.view(a.dtype)[:, ::2].addmm_(a, b))
+            )
             stack.enter_context(patch.object(usp.model.recompute, "copier_for", lambda device: host))
             stack.enter_context(patch.object(FSDPParam, "all_gather_inputs", property(_copied_to_device)))
             stack.enter_context(patch.object(accumulate, "merge", lambda out, lse, more, more_lse: out.add_(more)))
         yield
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Multiply as on a GPU, into the memory of the sum: torch 2.11 has no shapes for the operator that does so."""
-    total.view(left.dtype)[:, ::2].addmm_(left, right)
 
 
 _ALL_GATHER_INPUTS: Callable[[FSDPParam], list[Tensor]] = vars(FSDPParam)["all_gather_inputs"].fget
