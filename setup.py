@@ -27,7 +27,7 @@ setup(
         "usp": ["presets.json"],
         "usp.hf": ["shrink.json"],
         "usp.rlhf": ["sample_page.html"],
-        "usp.rlhf.environments": ["forbidden.json", "judge.txt"],
+        "usp.rlhf.environments": ["forbidden.json", "benchmarks.json", "judge.txt"],
     },
     install_requires=[
         "torch>=2.11",

@@ -95,6 +95,12 @@ BAD = refusals_of("""
 --algorithm ppo --options kl_target=6,kl_horizon=12 => kl_horizon=12 must be above 0.2 times the 64
 --eval-every 5 --eval-samples 2 --eval-temperature 0 => 2 problems: | needs prompts | equal
 --eval-data pairs.jsonl --keep-best => --eval-data = pairs.jsonl is an option of | --keep-best is
+--steps 0 => --steps = 0 only evaluates: add --eval-every 1
+--eval-every 5 --eval-data gsm=pairs.jsonl => --eval-data = gsm=pairs.jsonl: gsm must be one of gsm8k, math500,
+--eval-every 5 --eval-data gsm8k=pairs.jsonl => --eval-data = gsm8k=pairs.jsonl: line 1: no text under 'question'
+--eval-every 5 --eval-data gsm8k=pairs.jsonl --environment x.py:X =>
+    has rewards of its own, and --environment scores
+--reward-function benchmark => --reward-function = benchmark
 --eval-every 5 --eval-data pairs.jsonl => --eval-data = pairs.jsonl: line 1: no text under 'answer'
 --algorithm dpo --eval-every 5 --eval-prompts 1 => --eval-every = 5 is for generated responses, and dpo has none
 --staleness 1 =>
@@ -327,7 +333,7 @@ def test_a_failing_reward_keeps_the_steps_before_it_or_only_loses_its_samples(
 
 def scores_of(run: Path) -> list[tuple[int, float, float]]:
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(record["step"], record["score"], record["actor/loss"]) for record in records]
+    return [(record["step"], record["score"], record["actor/loss"]) for record in records if record["step"]]
 
 
 # The first process dies in step 3, while the samples of step 4 are made, with two kills the second one in its second
@@ -496,8 +502,9 @@ def test_a_run_resumes_under_another_plan(ranks: RankPool, tmp_path: Path) -> No
     assert len(lengths.prompts) == len(lengths.responses) and lengths.group_size > 1 and min(lengths.responses) > 0
     records = list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
     scores = {record["step"]: record["eval/score"] for record in records if "eval/score" in record}
-    best = max(scores, key=lambda step: scores[step])  # the first of equal ones
-    assert list(scores) == [2, 4] and f"best: run/best, of step {best}, eval score {scores[best]:.4g}" in ended.out
+    assert list(scores) == [2, 4]
+    best = max((2, 4), key=lambda step: scores[step])  # the first of equal ones
+    assert f"best: run/best, of step {best}, eval score {scores[best]:.4g}" in ended.out
     kept = {int(path.name.removeprefix("step-")) for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {best, 4}
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "best")

@@ -17,6 +17,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from usp.config import BAD_ROWS, ONLY_WITH, UNPREDICTED, CommonConfig, Norm, ParallelConfig, Positive
+from usp.data.batches import parse_named
 from usp.data.sources import STDLIB
 from usp.fields import (
     AUTO_RATE,
@@ -40,6 +41,7 @@ from usp.fields import (
     value_violations,
     without_effect,
 )
+from usp.parallel import violation_of
 from usp.presets import PRESETS
 from usp.rlhf.plan.named_plans import NAMED_PLANS
 from usp.rlhf.plan.plan import ENGINE, OWN, TOKENS_PER_RANK
@@ -47,6 +49,7 @@ from usp.train.validate import common_violations
 
 from .algorithms.algorithm import Above0, Algorithm
 from .algorithms.registry import ALGORITHMS, with_outside
+from .environments.benchmarks import BENCHMARKS
 from .environments.ready_rewards import HTTP
 from .environments.tools import NAME as TOOLS
 
@@ -231,9 +234,11 @@ class EvaluationConfig:
     """Evaluations on held-out prompts."""
 
     eval_every: AtLeast0 = 0
-    """Steps between evaluations on held-out prompts; the last step is evaluated too. 0: no evaluation."""
-    eval_data: Annotated[str, arg(metavar="PATH.jsonl", help_behavior_hint="(optional)")] = ""
-    """JSONL file of prompts to evaluate on. Without it, --eval-prompts are held out of --data."""
+    """Steps between evaluations on held-out prompts; the last step is evaluated too, and benchmarks before the first.
+    0: no evaluation."""
+    eval_data: Annotated[str, arg(metavar="PATH.jsonl|NAME=PATH,NAME=PATH,...", help_behavior_hint="(optional)")] = ""
+    """JSONL file of prompts to evaluate on, or benchmarks by name with their files, which bring their own prompts and
+    rewards. Without it, --eval-prompts are held out of --data."""
     eval_samples: AtLeast1 = 1
     """Responses per evaluated prompt, for pass@k up to this k."""
     eval_temperature: EvalTemperature = -1.0
@@ -249,8 +254,8 @@ class _Supervised:
     """The fields that the supervised steps share, besides those of train.py."""
 
     data: Annotated[str, arg(metavar="stdlib|PATH.jsonl")] = "stdlib"
-    """JSONL file of prompts with answers, or of preference pairs; also compressed, or JSON lines in a file without a
-    suffix. stdlib: built-in task over Python's own sources."""
+    """JSONL file of prompts with answers, or of preference pairs, or NAME=PATH of a benchmark; also compressed, or JSON
+    lines in a file without a suffix. stdlib: built-in task over Python's own sources."""
     bad_rows: Annotated[str, one_of(BAD_ROWS)] = "refuse"
     """Lines of data files that are no prompts. refuse: an error. drop: left out, and counted."""
     long_prompts: Annotated[str, one_of(("refuse", "drop"))] = "refuse"
@@ -260,7 +265,7 @@ class _Supervised:
     wrong_answers: Fraction = 0.0
     """Fraction of wrong answers among the built-in demonstrations (sft only)."""
     eval_prompts: AtLeast0 = 0
-    """Number of prompts to evaluate on, never trained on; of --eval-data the first ones. 0: all of --eval-data."""
+    """Number of prompts to evaluate on, never trained on; of each --eval-data the first ones. 0: all of --eval-data."""
     prompts: AtLeast0 = 0
     """Prompts (or preference pairs) per step. 0: enough for 64 responses (or 64 pairs)."""
     micro_batch_tokens: Annotated[
@@ -286,8 +291,8 @@ class _Supervised:
 class SftConfig(CommonConfig, _Supervised):
     """The fields that the supervised steps before an RLHF run take from its configuration."""
 
-    steps: AtLeast1 = 150
-    """Training steps, after the supervised ones."""
+    steps: AtLeast0 = 150
+    """Training steps, after the supervised ones. 0: only an evaluation, with --eval-every."""
 
 
 @dataclass(frozen=True)
@@ -515,11 +520,23 @@ def _search_violations(config: RlhfConfig) -> Iterator[str]:
 
 def _evaluation_violations(config: RlhfConfig) -> Iterator[str]:
     if not config.eval_every:
+        if not config.steps:
+            yield "--steps = 0 only evaluates: add --eval-every 1 with --eval-data, or give at least 1"
         return
     if not config.eval_data and not config.eval_prompts:
         yield f"--eval-every = {config.eval_every} needs prompts: give --eval-data, or --eval-prompts to hold out"
     if config.eval_data == STDLIB:
         yield f"--eval-data = {STDLIB} must be a .jsonl file: --eval-prompts holds prompts out of the built-in ones"
+    try:
+        names = [name for name, _ in parse_named(config.eval_data) if name]
+    except ValueError as error:
+        yield violation_of(error).shown(lambda name, value: f"{flag(name)} = {value}")
+        return
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        known = f"{unknown[0]} must be one of {', '.join(BENCHMARKS)}"
+        yield f"--eval-data = {config.eval_data}: {known}, or give a file without a name"
+    for other in given(config, ("reward_model", "environment", "agent")) if names else ():
+        yield f"--eval-data = {config.eval_data} has rewards of its own, and {flag(other)} scores: remove one"
     if config.eval_samples > 1 and config.eval_temperature == 0:
         yield f"--eval-samples = {config.eval_samples} with --eval-temperature = 0 are equal responses: change one"
     if config.keep_best and not config.checkpoint_every:

@@ -16,6 +16,7 @@ are for evaluations.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,8 @@ from usp.data.documents import DROP, REFUSE, keys_lines, without_nulls
 from usp.data.sources import STDLIB, DataFile, find_files, open_text, read_json
 from usp.data.tokenizer import Ids, Tokenizer, as_document, chat_encoder, encode_masked, unended, unended_line
 from usp.parallel import Violation, all_of, option, violation_of
+from usp.rlhf.environments.benchmarks import BENCHMARKS
+from usp.rlhf.environments.ready_rewards import BENCHMARK
 from usp.run.failures import nearest
 
 from .samples import Samples, balance, mini_batch_ids
@@ -69,6 +72,7 @@ class Example:
     unended: int = 0  # answers in these without a token that ends a response
     chat: Chat | None = None  # of a prompt of messages, which are left out: what else its chat template was given
     row: str = ""  # its line, of a file of prompts to sample for
+    benchmark: str = ""  # its name, of a row of one
 
 
 class FileExamples(list[Example]):
@@ -136,6 +140,11 @@ def answers(examples: Sequence[Example] | HiddenMark) -> Callable[[int], str]:
     return lambda index: examples[index].answer
 
 
+def rows(examples: Sequence[Example] | HiddenMark) -> Callable[[int], dict[str, Any]]:
+    """Return what gives the line of an example by its index; nothing where it is not from a file."""
+    return lambda index: json.loads(examples[index].row or "{}")
+
+
 def open_examples(
     data: str,
     keys: Sequence[str],
@@ -169,12 +178,14 @@ def open_examples(
             fits = f"at least {SHORTEST}, and at most {longest} to fit the context beside a response"
             raise ValueError(option("prompt_tokens", prompt_tokens) + f" must be {fits}")
         return HiddenMark(find_files(STDLIB, "").files, tokenizer, prompt_tokens, seed, wrong_answers)
-    file, given = Path(data).expanduser(), option("data", data)
+    name, _, path = data.partition("=")
+    name = name if name in BENCHMARKS else ""
+    file, given = Path(path if name else data).expanduser(), option("data", data)
     if not file.is_file() or DataFile.of(file).format != "lines":
         names = ", ".join(keys)
         kinds = f"stdlib, or a .jsonl file, or JSON lines without a suffix, with {names}"
         raise ValueError(given + f" must be {kinds}")
-    examples, problems, long, bad = [], list[Violation](), list[Violation](), list[Violation]()
+    examples, problems, long, bad = list[Example](), list[Violation](), list[Violation](), list[Violation]()
     read, shared = Counter[tuple[tuple[str, ...], ...]](), dict[str, Chat | None]()
     with open_text(file, newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
@@ -183,9 +194,15 @@ def open_examples(
             where = f"line {number}"
             try:
                 row = _row(line, where, keys)
-                example = _parse(row, where, keys, tokenizer, longest, whole, optional, tools)
+                asked = row
+                if name:
+                    prompt, answer = BENCHMARKS[name].asked(row)
+                    messages = [{"role": USER, "content": prompt}]
+                    asked = _ReadRow({PROMPT: messages if tokenizer.chats else prompt, "answer": answer})
+                example = _parse(asked, where, keys, tokenizer, longest, whole, optional, tools)
                 chat = shared.setdefault(repr(example.chat), example.chat)
-                examples.append(replace(example, chat=chat, row="" if whole else line))
+                line = json.dumps({**row, BENCHMARK: name}) if name else line
+                examples.append(replace(example, chat=chat, row="" if whole else line, benchmark=name))
                 read[row.names()] += 1
             except _TooLong as error:
                 (long if drop_long else problems).append(f"{where}: " + violation_of(error))

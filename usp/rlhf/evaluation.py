@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from math import comb
+from math import comb, sqrt
+from typing import Any
 
 import torch
 
@@ -20,7 +21,10 @@ from usp.train.step import Evaluations
 
 from .algorithms.rewards import ScoreWith
 from .config import RlhfConfig
-from .datasets import Example, answers, prompt_samples
+from .datasets import Example, answers, prompt_samples, rows
+from .environments.benchmarks import by_row
+from .environments.episodes import Processes
+from .environments.ready_rewards import BENCHMARK, REWARD
 from .graph import ROUTED, Compute, DataflowGraph, Generate, ModelCall
 from .samples import Samples, derived_seed, fingerprint
 
@@ -44,7 +48,9 @@ class Evaluator:
         progress: Callable[[str], None] = lambda doing: None,
     ) -> None:
         self._config, self._training, self._graph, self._prompts = config, executor, graph, prompts
-        self._progress = progress
+        self._progress, self._scoring = progress, dict[str, Any]()
+        if prompts[0].benchmark:  # whose rewards score instead of the run's
+            self._scoring = {"reward": by_row, "pool": Processes(REWARD, config.reward_timeout, {"reward": BENCHMARK})}
         self.change_plan(plan)
         self._given = prompt_samples(prompts, range(len(prompts)), self._evaluated.given)
         # Scores can be compared if they have this in common.
@@ -56,13 +62,13 @@ class Evaluator:
 
     def change_plan(self, plan: ExecutionPlan) -> None:
         """Evaluate under the plan that the executor now runs. Collective."""
-        self._evaluated, plan = evaluation_step(self._graph, plan, self._prompts, self._config)
+        self._evaluated, plan = evaluation_step(self._graph, plan, self._prompts, self._config, self._scoring)
         collect = tuple(key for key in COLLECTED if key in self._evaluated.producers)
         self._executor = self._training.another(self._evaluated, plan, collect=collect, progress=self._progress)
 
     def due(self, step: int) -> bool:
-        """Return whether an evaluation follows a step."""
-        return step % self._config.eval_every == 0 or step == self._config.steps
+        """Return whether an evaluation follows a step; before the first one, 0, those of benchmarks come."""
+        return step == self._config.steps or (step % self._config.eval_every == 0 and bool(step or self._scoring))
 
     def run(self, step: int) -> tuple[dict[str, float], Samples | None]:
         """Return the metrics of an evaluation, the same on every rank, and on rank 0 the first responses. Raises as
@@ -70,23 +76,25 @@ class Evaluator:
         begin, config = time.perf_counter(), self._config
         result = self._executor.run_step(self._given, step, derived_seed(config.seed, "evaluation"))
         lengths = StepLengths.of_step(self._evaluated, result.lengths).responses
-        metrics = evaluation_metrics(result.numbers, lengths, config.eval_samples, config.eval_pass_score)
-        self.past.values[step] = metrics["eval/score"]
+        names = [example.benchmark for example in self._prompts]
+        metrics = evaluation_metrics(result.numbers, lengths, config.eval_samples, config.eval_pass_score, names)
+        if step:  # without training there is nothing to keep
+            self.past.values[step] = metrics["eval/score"]
         return {**metrics, "eval/seconds": time.perf_counter() - begin}, result.samples
 
 
 def evaluation_step(
-    graph: DataflowGraph, plan: ExecutionPlan, prompts: Sequence[Example], config: RlhfConfig
+    graph: DataflowGraph, plan: ExecutionPlan, prompts: Sequence[Example], config: RlhfConfig, scoring: Any = None
 ) -> tuple[DataflowGraph, ExecutionPlan]:
     """Return the graph and the plan of an evaluation: the calls of training that lead to the score, where they are.
 
-    prompts: whose answers a reward function gets.
+    prompts: whose answers a reward function gets. scoring: fields of `ScoreWith` that differ.
     """
     needed = {graph.producers[SCORE]}
     for call in reversed(graph.order):
         if call.name in needed:
             needed.update(graph.before(call.name))
-    calls = tuple(_evaluated(call, prompts, config) for call in graph.calls if call.name in needed)
+    calls = tuple(_evaluated(call, prompts, config, scoring or {}) for call in graph.calls if call.name in needed)
     roles = {call.role for call in calls}
     elsewhere = tuple(train for role in graph.trained_roles if role in roles and (train := graph.train_call(role)))
     read = tuple(key for key in graph.given if any(key in call.inputs for call in calls))
@@ -95,7 +103,7 @@ def evaluation_step(
     return DataflowGraph(calls, read, elsewhere), ExecutionPlan(name, layouts, plan.offload & roles)
 
 
-def _evaluated(call: ModelCall, prompts: Sequence[Example], config: RlhfConfig) -> ModelCall:
+def _evaluated(call: ModelCall, prompts: Sequence[Example], config: RlhfConfig, scoring: Any) -> ModelCall:
     work = call.work
     if isinstance(work, Generate):
         temperature = config.eval_temperature
@@ -108,33 +116,54 @@ def _evaluated(call: ModelCall, prompts: Sequence[Example], config: RlhfConfig) 
         work = replace(work, partial=False, routed=0)
         return replace(call, work=work, outputs=tuple(k for k in call.outputs if k not in ("versions", ROUTED)))
     if isinstance(work, Compute) and isinstance(work.function, ScoreWith):
-        scored = replace(work.function, answer=answers(prompts))
+        scored = replace(work.function, answer=answers(prompts), row=rows(prompts), **scoring)
         return replace(call, work=replace(work, function=scored))
     return call
 
 
 def evaluation_metrics(
-    numbers: Mapping[str, Mapping[int, float]], lengths: Sequence[int], per_prompt: int, pass_score: float
+    numbers: Mapping[str, Mapping[int, float]],
+    lengths: Sequence[int],
+    per_prompt: int,
+    pass_score: float,
+    names: Sequence[str] = (),
 ) -> dict[str, float]:
     """Return the metrics of all responses to all prompts; `per_prompt` consecutive ones are to the same prompt.
 
-    numbers: "score" and "finished" of each response by id; lengths: in tokens.
+    numbers: "score" and "finished" of each response by id; lengths: in tokens. names: of the benchmark of each prompt:
+        eval/NAME/... are the metrics of each, and eval/... those of the first.
 
     eval/score: mean, without responses that the reward function failed for, which do not pass. eval/pass@k: see
     `pass_at_k`, for powers of two up to per_prompt, and for per_prompt itself; a response passes with a score of at
-    least `pass_score`. eval/response_length and eval/response_length_max in tokens. eval/finished: fraction that ends
-    with a stop id.
+    least `pass_score`. eval/pass@k_low and eval/pass@k_high: see `interval`. eval/response_length and
+    eval/response_length_max in tokens. eval/finished: fraction that ends with a stop id.
     """
-    scores = torch.tensor([numbers[SCORE][i] for i in range(len(lengths))], dtype=torch.float32)
-    passed = (scores >= pass_score).unflatten(0, (-1, per_prompt)).sum(1).tolist()  # both are float32
+    found, prompts = dict[str, float](), len(lengths) // per_prompt
     ks = sorted({2**power for power in range(per_prompt.bit_length())} | {per_prompt})
-    return {
-        "eval/score": scores.double().nanmean().item(),
-        **{f"eval/pass@{k}": sum(pass_at_k(per_prompt, n, k) for n in passed) / len(passed) for k in ks},
-        "eval/response_length": sum(lengths) / len(lengths),
-        "eval/response_length_max": float(max(lengths)),
-        "eval/finished": sum(numbers["finished"].values()) / len(lengths),
-    }
+    for name in dict.fromkeys(names or ("",)):
+        chosen = [number for number in range(prompts) if not names or names[number] == name]
+        ids = [number * per_prompt + each for number in chosen for each in range(per_prompt)]
+        scores = torch.tensor([numbers[SCORE][i] for i in ids], dtype=torch.float32)
+        passed = (scores >= pass_score).unflatten(0, (-1, per_prompt)).sum(1).tolist()  # both are float32
+        metrics = {"score": scores.double().nanmean().item()}
+        for k in ks:
+            mean = sum(pass_at_k(per_prompt, n, k) for n in passed) / len(passed)
+            low, high = interval(mean, len(passed))
+            metrics |= {f"pass@{k}": mean, f"pass@{k}_low": low, f"pass@{k}_high": high}
+        metrics["response_length"] = sum(lengths[i] for i in ids) / len(ids)
+        metrics["response_length_max"] = float(max(lengths[i] for i in ids))
+        metrics["finished"] = sum(numbers["finished"][i] for i in ids) / len(ids)
+        found |= {f"eval/{name}/{key}": value for key, value in metrics.items() if name}
+        found = {f"eval/{key}": value for key, value in metrics.items()} | found
+    return found
+
+
+def interval(mean: float, problems: int) -> tuple[float, float]:
+    """Return the 95% confidence interval of a mean over independent problems of numbers from 0 to 1: Wilson's score
+    interval, which is exact in form for 0 and 1, and too wide for numbers between these."""
+    z2 = 1.959964**2 / problems
+    center, half = mean + z2 / 2, sqrt(max(0.0, z2 * (mean * (1 - mean) + z2 / 4)))
+    return max(0.0, (center - half) / (1 + z2)), min(1.0, (center + half) / (1 + z2))
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import shutil
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 import torch
 import yaml
 
+from usp.data.batches import parse_named
 from usp.data.sources import STDLIB
 from usp.data.tokenizer import Tokenizer, chat_encoder, same_ids
 from usp.fields import flag, parse_options, shared_values
@@ -56,10 +56,11 @@ from .algorithms.registry import ALGORITHMS, build_graph, with_outside
 from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, sft_violations
 from .config import SEARCH, RlhfConfig, SftConfig, has_critic, sft_steps_of, texts, violations
-from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples
+from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples, rows
 from .environments.agents import AGENT
+from .environments.benchmarks import BENCHMARKS, REWARDS
 from .environments.episodes import Episodes, Processes, ids_between
-from .environments.ready_rewards import HTTP, REWARD, SLOW
+from .environments.ready_rewards import HTTP, REWARD, SLOW, from_spec
 from .environments.sandbox import LIMITS, cgroup
 from .environments.tools import NAME as TOOLS
 from .environments.tools import PYTHON, Python, tool_of
@@ -287,9 +288,12 @@ def _open_data(
         seed, sizes = derived_seed(config.seed, "supervised"), (config.supervised_samples, config.supervised_every)
         supervised, notes = Supervised(found, tokenizer, *sizes, config.supervised_weight, seed), notes + more
     if config.eval_data:
-        found, more = _open_examples(config, "eval_data", algorithm, 0, specs, tokenizer, tools)
-        held_out = [found[index] for index in range(len(found))][: config.eval_prompts or None]
-        return _Data(examples, held_out, notes + more, supervised)
+        held_out = list[Example]()
+        for name, _ in parse_named(config.eval_data):
+            found, more = _open_examples(config, "eval_data", algorithm, 0, specs, tokenizer, tools, name)
+            held_out += [found[index] for index in range(len(found))][: config.eval_prompts or None]
+            notes += more
+        return _Data(examples, held_out, notes, supervised)
     if config.eval_prompts >= len(examples):
         left = f"nothing to train on of the {len(examples)} examples of --data"
         raise ValueError(f"--eval-prompts = {config.eval_prompts} leaves {left}: use fewer")
@@ -305,12 +309,16 @@ def _open_examples(
     specs: dict[str, RoleSpec],
     tokenizer: Tokenizer,
     tools: list[dict[str, Any]] | None,
+    name: str = "",
 ) -> tuple[Examples, tuple[str, ...]]:
-    """Open what a field names; return its examples, and notes on them."""
+    """Open what a field names, with `name` the file of that benchmark; return its examples, and notes on them."""
     sampled = algorithm.data == "prompts"
     models = [spec.config for spec in specs.values()]
     switches = filter(None, map(rotary_switch, models)) if sampled else ()
     longest = min([*map(context_length, models), *switches])
+    data = f"{name}={dict(parse_named(config.eval_data))[name]}" if name else getattr(config, field)
+    if (benchmark := BENCHMARKS.get(data.partition("=")[0])) is not None:
+        _about(f"{flag(field)} = {data}: ", getattr(from_spec(benchmark.reward, REWARDS), "check", lambda: None))
     scored_by_answer = sampled and not config.reward_model
     asks_none = config.reward_function != "match" or config.episodes or not algorithm.scores
     keys = ["prompt", *(("chosen", "rejected") if algorithm.data == "pairs" else ())]
@@ -319,7 +327,7 @@ def _open_examples(
     unread = scored_by_answer and not sft_steps and asks_none  # a function or an environment may need none
     try:
         examples = open_examples(
-            getattr(config, field),
+            data,
             keys,
             tokenizer,
             prompt_tokens=config.prompt_tokens,
@@ -335,7 +343,7 @@ def _open_examples(
     except ValueError as error:
         said = violation_of(error).renamed(data=field).shown(lambda name, value: f"{flag(name)} = {value}")
         raise ValueError(said) from error
-    shown = field if field == "data" else flag(field)
+    shown = field if field == "data" else f"{flag(field)} {name}".strip()
     return examples, tuple(f"{shown}: {note}" for note in examples.notes)
 
 
@@ -354,7 +362,7 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
         pool=pool,
         workers=max(1, config.reward_processes),
-        row=lambda index: json.loads(examples[index].row or "{}"),  # nothing where it is not from a file
+        row=rows(examples),
     )
 
 

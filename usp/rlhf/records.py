@@ -75,8 +75,8 @@ class RlhfRecord:
 
     def line(self) -> str:
         shown = [f"{text} {self.metrics[name]:.4g}" for name, text in _NAMES.items() if name in self.metrics]
-        tokens = self.metrics.get("tokens_length", 0)
-        return "  ".join([*shown, f"{count(tokens)} tokens/sample", f"{self.seconds:.1f} s"])
+        shown += [f"{count(self.metrics['tokens_length'])} tokens/sample"] if "tokens_length" in self.metrics else []
+        return "  ".join([*shown, f"{self.seconds:.1f} s"])
 
 
 class SampleFiles:

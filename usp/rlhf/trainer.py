@@ -47,6 +47,7 @@ from usp.rlhf.runtime.rollouts import RolloutOptions, Rollouts
 from usp.rlhf.runtime.transfer import StepData
 from usp.run.failures import CheckpointFailed, ConfigurationError, TrainingDiverged, UserCodeFailed
 from usp.run.launch import Launch, StopRequest, all_ready, outlast, process_group
+from usp.run.metrics import RunLog
 from usp.run.output import LineFile, warn, working
 from usp.run.watchdog import Watchdog
 from usp.train.checkpoints import ADAPTER, BEST, MODEL, Start, newest_checkpoint, run_folder, settled, sound_start
@@ -104,7 +105,7 @@ def train_rlhf(
             trainer = RlhfTrainer(prepared, launch, stop, watchdog, predicts)
         outlast(timeout)
         trainer.run()
-        if trainer.is_writer:
+        if trainer.is_writer and trainer.done:
             kind = "CausalLM" if "actor" in prepared.graph.trained_roles else "SequenceClassification"
             lines = next_steps("rlhf", prepared.config, folder, launch, prepared.tokenizer, trainer.done, kind)
             print("\n".join(lines), flush=True)
@@ -293,6 +294,13 @@ class RlhfTrainer(TrainingLoop):
         examples, pairs = [prepared.examples[index] for index in indices], prepared.algorithm.data == "pairs"
         return given_samples(examples, indices, prepared.graph.given, prepared.tokenizer, pairs)
 
+    def _train(self, log: RunLog | None) -> None:
+        """Evaluate benchmarks before the first step, and train."""
+        begin = time.perf_counter()
+        if not self.done and (evaluated := self._evaluate(0)) and log is not None:
+            log.record(RlhfRecord(0, evaluated, time.perf_counter() - begin))
+        super()._train(log)
+
     def _evaluate(self, number: int) -> dict[str, float]:
         """Return the metrics of an evaluation, if one follows this step."""
         if self.evaluator is None or not self.evaluator.due(number):
@@ -430,7 +438,7 @@ class RlhfTrainer(TrainingLoop):
 
     def export(self) -> None:
         """Write every trained model; they are complete when any rank returns."""
-        roles = self.prepared.graph.trained_roles
+        roles = self.prepared.graph.trained_roles if self.done else ()
         names = {role: MODEL if len(roles) == 1 or role == "actor" else role for role in roles}
         for role, name in names.items():
             self._export(role, name, ADAPTER)

@@ -262,7 +262,7 @@ def keep_records(file: Path, after: int) -> Mapping[str, Any]:
             last = json.loads(line)
         except ValueError:
             break
-        if last["step"] <= after and line.endswith(b"\n"):
+        if last["step"] <= (after or -1) and line.endswith(b"\n"):
             earlier.append(line)
     new = file.with_suffix(".new")
     try:

@@ -15,10 +15,11 @@ from tests.harness.ranks import RankPool
 from tests.usp.rlhf.runtime.test_executor import executor, plans
 from tests.usp.rlhf.toy import VOCABULARY, Alone, SharingModel, ppo, prompts, respond
 from usp.parallel import ProcessGroups
+from usp.rlhf.algorithms.rewards import ScoreWith
 from usp.rlhf.config import RlhfConfig
 from usp.rlhf.datasets import Example, FileExamples, hold_out
-from usp.rlhf.evaluation import Evaluator, evaluation_metrics, evaluation_step, pass_at_k
-from usp.rlhf.graph import DataflowGraph, Generate, ModelCall
+from usp.rlhf.evaluation import Evaluator, _evaluated, evaluation_metrics, evaluation_step, interval, pass_at_k
+from usp.rlhf.graph import Compute, DataflowGraph, Generate, ModelCall
 from usp.rlhf.samples import Samples, derived_seed
 from usp.train.step import Evaluations
 
@@ -115,7 +116,8 @@ def test_metrics_group_responses_by_prompt() -> None:
     finished = {number: float(number != 5) for number in reversed(range(6))}  # in any order
     numbers = {"score": dict(enumerate(scores)), "finished": finished}
     found = evaluation_metrics(numbers, (1, 2, 3, 4, 5, 9), per_prompt=3, pass_score=0.7)
-    assert found == {
+    ends = {f"eval/pass@{k}_{end}" for k in (1, 2, 3) for end in ("low", "high")}
+    assert {name: value for name, value in found.items() if name not in ends} == {
         "eval/score": pytest.approx(2.5 / 6),
         "eval/pass@1": pytest.approx((1 / 3 + 2 / 3) / 2),
         "eval/pass@2": pytest.approx((2 / 3 + 1) / 2),
@@ -124,6 +126,35 @@ def test_metrics_group_responses_by_prompt() -> None:
         "eval/response_length_max": 9.0,
         "eval/finished": pytest.approx(5 / 6),
     }
+
+
+def test_each_benchmark_has_metrics_and_the_first_those_without_a_name() -> None:
+    numbers = {"score": dict(enumerate([1.0, 0.0, 1.0, 0.0, 0.0, 0.0])), "finished": dict.fromkeys(range(6), 1.0)}
+    found = evaluation_metrics(numbers, (1, 2, 3, 4, 5, 9), 2, 1.0, ["math", "code", "math"])
+    assert found["eval/math/pass@1"] == found["eval/pass@1"] == 0.25
+    assert (found["eval/math/response_length"], found["eval/code/response_length"]) == (17 / 4, 3.5)
+    assert found["eval/code/pass@2"] == 1 and found["eval/code/pass@2_low"] > 0.2 and "eval/code/finished" in found
+
+
+def test_intervals_hold_the_true_mean_in_about_95_of_100_samples() -> None:
+    assert interval(0.0, 10) == (0.0, pytest.approx(0.27754, abs=1e-4))  # Wilson's, by R's binom.wilson
+    assert interval(0.5, 100) == (pytest.approx(0.40383, abs=1e-4), pytest.approx(0.59617, abs=1e-4))
+    passed = np.random.default_rng(0).binomial(30, 0.2, 2000) / 30
+    held = [low <= 0.2 <= high for low, high in (interval(share, 30) for share in passed)]
+    assert 0.93 < np.mean(held) < 0.98
+
+
+def test_rewards_get_the_rows_of_evaluated_prompts() -> None:
+    def reward(prompt: str, response: str, answer: str, row: dict[str, str]) -> float:
+        return float(row["right"] == "evaluated")
+
+    scored = ScoreWith(reward, str, lambda index: "", row=lambda index: {"right": "trained"})
+    call = ModelCall("score", "actor", Compute(scored), scored.inputs, (scored.output,))
+    prompts = [Example(np.array([1]), "", row='{"right": "evaluated"}')]
+    work = _evaluated(call, prompts, CONFIG, {}).work
+    assert isinstance(work, Compute) and isinstance(work.function, ScoreWith)
+    sample = {"tokens": [torch.tensor([1, 2])], "prompt_length": [torch.tensor(1)], "prompt_index": [torch.tensor(0)]}
+    assert work.function(Samples((0,), sample), lambda values: values)["score"] == [1.0]
 
 
 def test_greedy_is_the_default_of_one_response() -> None:

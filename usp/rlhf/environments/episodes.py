@@ -28,8 +28,9 @@ if __name__ == "__main__":
 
 from usp.rlhf.environments import outside
 from usp.rlhf.environments.agents import AGENT, AgentEnvironment
+from usp.rlhf.environments.benchmarks import REWARDS
 from usp.rlhf.environments.outside import ENVIRONMENT, REWARD_CODE, TEXT, clean, one_line
-from usp.rlhf.environments.ready_rewards import MOST_SCORE, READY_REWARDS, REWARD, SLOW, TEXT_REWARDS, Scored, from_spec
+from usp.rlhf.environments.ready_rewards import MOST_SCORE, REWARD, SLOW, TEXT_REWARDS, Scored, from_spec
 from usp.rlhf.environments.sandbox import PDEATHSIG, call
 from usp.rlhf.environments.tool_calls import calls_of
 from usp.rlhf.environments.tools import NAME as TOOLS
@@ -295,7 +296,7 @@ def make(name: str, settings: dict[str, Any]) -> Callable[[], Any]:
     reward = settings["reward"]
     if reward.partition("=")[0] in SLOW:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    score = from_spec(reward, READY_REWARDS) if reward.partition("=")[0] in READY_REWARDS else load(reward)
+    score = from_spec(reward, REWARDS) if reward.partition("=")[0] in REWARDS else load(reward)
     if name == REWARD:
         return lambda: Scored(score)
     if name == AGENT:

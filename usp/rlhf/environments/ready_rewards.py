@@ -25,8 +25,9 @@ FAULTS = (OSError, HTTPException, ValueError, LookupError, TypeError, AttributeE
 
 REWARD = "reward"  # the environment `Scored`
 UNPROTECTED = "unprotected"  # the value that allows programs on a machine that lacks a protection
-TEXT_REWARDS = ("match", "math", "regex", "code")  # which fail, or take forever, by what a response says alone
-SLOW = ("math", "regex")  # of these, what may take more than linear time: in a process that can be ended
+BENCHMARK = "benchmark"  # the reward that the benchmark of a row has
+TEXT_REWARDS = ("match", "math", "regex", "code", BENCHMARK)  # which fail by what a response says alone
+SLOW = ("math", "regex", BENCHMARK)  # of these, what may take more than linear time: in a process that can be ended
 HTTP = ("http://", "https://")
 MOST_SCORE = 3.4e38
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
