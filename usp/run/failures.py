@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from usp.parallel import RanksDisagree, Violation, violation_of
 
-from .launch import Launch, RanksMissing
+from .launch import TICK_SECONDS, Launch, RanksMissing
 
 T = TypeVar("T")
 
@@ -154,7 +154,8 @@ def end(ending: Ending, launch: Launch, error_file: str | None, asked_to_stop: b
         with suppress(dist.DistError):  # torchrun has exited
             return _refuse(ending.message, launch, store, error_file)
     reported = f"said/{launch.attempt}"
-    patience = LAUNCHER_SECONDS if store is not None or launch.agent_store is None else 0.0  # its host is gone
+    # Without a store its host is gone, or this rank's own torchrun: then a thread says so at its next tick, and exits.
+    patience = LAUNCHER_SECONDS if store is not None or launch.agent_store is None else 10 * TICK_SECONDS
     if ending.consequence:
         wait_for_key(store, reported, patience)
     first = _first_to_end(store, launch)
