@@ -133,8 +133,8 @@ class Job:
 
     @property
     def stack(self) -> Stack:
-        compiled = replace(COMPILED, fused_loss=self.dims.tp == 1)  # it stays eager where it communicates
-        return self.system or (compiled if self.config.compile else EAGER)
+        # A compiled loss stays eager where it communicates.
+        return self.system or (replace(COMPILED, fused_loss=self.dims.tp == 1) if self.config.compile else EAGER)
 
     @cached_property
     def world_size(self) -> int:

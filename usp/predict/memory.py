@@ -192,7 +192,7 @@ def stage_bytes(job: Job, stage: int) -> StageBytes:
         of_head = 0 if job.frozen else vocabulary * width
         head = job.outer_tokens * width * (FLOAT32 + size) + inside + of_head * FLOAT32
         # A chunk's logits, also in float32, or the head's gradient; or the backward of the norm before the head.
-        second = size if job.config.compile and job.dims.tp == 1 else cast  # a compiled loss writes only their gradient
+        second = size if job.stack.fused_loss else cast  # a fused loss writes only their gradient
         chunk = max(min(job.config.loss_chunk, job.tokens) * vocabulary * (size + second), of_head * size)
         norm = job.outer_tokens * width * (NORM_BYTES + size) - inside - of_head * (FLOAT32 - size)
         logits = max(inside + chunk, norm)
