@@ -78,7 +78,7 @@ class Evaluator:
         lengths = StepLengths.of_step(self._evaluated, result.lengths).responses
         names = [example.benchmark for example in self._prompts]
         metrics = evaluation_metrics(result.numbers, lengths, config.eval_samples, config.eval_pass_score, names)
-        if step:  # without training there is nothing to keep
+        if step:  # what nothing has trained is never the best
             self.past.values[step] = metrics["eval/score"]
         return {**metrics, "eval/seconds": time.perf_counter() - begin}, result.samples
 

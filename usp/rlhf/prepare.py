@@ -289,8 +289,9 @@ def _open_data(
         supervised, notes = Supervised(found, tokenizer, *sizes, config.supervised_weight, seed), notes + more
     if config.eval_data:
         held_out = list[Example]()
-        for name, _ in parse_named(config.eval_data):
-            found, more = _open_examples(config, "eval_data", algorithm, 0, specs, tokenizer, tools, name)
+        for name, path in parse_named(config.eval_data):
+            data = f"{name}={path}".removeprefix("=")
+            found, more = _open_examples(config, "eval_data", algorithm, 0, specs, tokenizer, tools, data)
             held_out += [found[index] for index in range(len(found))][: config.eval_prompts or None]
             notes += more
         return _Data(examples, held_out, notes, supervised)
@@ -309,15 +310,16 @@ def _open_examples(
     specs: dict[str, RoleSpec],
     tokenizer: Tokenizer,
     tools: list[dict[str, Any]] | None,
-    name: str = "",
+    data: str = "",
 ) -> tuple[Examples, tuple[str, ...]]:
-    """Open what a field names, with `name` the file of that benchmark; return its examples, and notes on them."""
+    """Open `data` of a field, by default all that it names; return its examples, and notes on them."""
     sampled = algorithm.data == "prompts"
     models = [spec.config for spec in specs.values()]
     switches = filter(None, map(rotary_switch, models)) if sampled else ()
     longest = min([*map(context_length, models), *switches])
-    data = f"{name}={dict(parse_named(config.eval_data))[name]}" if name else getattr(config, field)
-    if (benchmark := BENCHMARKS.get(data.partition("=")[0])) is not None:
+    data = data or getattr(config, field)
+    name = data.partition("=")[0]
+    if (benchmark := BENCHMARKS.get(name)) is not None:
         _about(f"{flag(field)} = {data}: ", getattr(from_spec(benchmark.reward, REWARDS), "check", lambda: None))
     scored_by_answer = sampled and not config.reward_model
     asks_none = config.reward_function != "match" or config.episodes or not algorithm.scores
@@ -343,7 +345,7 @@ def _open_examples(
     except ValueError as error:
         said = violation_of(error).renamed(data=field).shown(lambda name, value: f"{flag(name)} = {value}")
         raise ValueError(said) from error
-    shown = field if field == "data" else f"{flag(field)} {name}".strip()
+    shown = field if field == "data" else flag(field) + (f" {name}" if benchmark else "")
     return examples, tuple(f"{shown}: {note}" for note in examples.notes)
 
 
