@@ -427,10 +427,9 @@ class RlhfTrainer(TrainingLoop):
             self.evaluator.past.restore(saved.evaluations)
 
     def restore(self, checkpoint: Path, more: Mapping[str, Tensor] | None = None) -> None:
-        state = self.load(checkpoint, more)
-        for role, model in self.trained.items():
-            prefix = f"{role}."
-            model.restore({name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
+        self.load(checkpoint, more)
+        for model in self.trained.values():
+            model.restore()
         self._offload_again()
 
     def evaluations(self) -> Evaluations | None:

@@ -232,7 +232,7 @@ def moved_engine(
         limits: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "ranks_per_host": ranks_per_host}
         plan = plan_realloc(gather_layout(held), gather_layout(wanted), **limits)
         Reallocation(plan, groups, device).run(held, wanted)
-    moved.restore(wanted)
+    moved.restore()
     for stage in stages:
         stage.model.generation_config = engine.stages[0].model.generation_config
     return moved

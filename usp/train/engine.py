@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -140,9 +140,8 @@ class Engine:
             moments = other.optimizer.state.pop(other.parameters[name], {})
             self.optimizer.state[parameter] = {key: _placed(value, parameter) for key, value in moments.items()}
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `state()`, whose tensors were filled from a checkpoint: of a tied parameter, the copy of this
-        rank's other stage is not among them."""
+    def restore(self) -> None:
+        """Continue from what filled the tensors of `state()`, which lack a tied parameter's copy of another stage."""
         for name, stored in self._copies.items():
             if stored in self.parameters:
                 copy, original = self.parameters[name], self.parameters[stored]

@@ -234,15 +234,13 @@ class TrainingLoop(ABC):
         finally:
             self.stop.saves = False
 
-    def load(self, checkpoint: Path, more: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Fill `state`, and `more` tensors, from a checkpoint that has been verified, and return the former. Raises
-        ConfigurationError for a checkpoint that does not match."""
-        state = self.state()
+    def load(self, checkpoint: Path, more: Mapping[str, Tensor] | None = None) -> None:
+        """Fill `state`, and `more` tensors, from a checkpoint that has been verified. Raises ConfigurationError for one
+        that does not match."""
         try:
-            self.checkpointer.load(checkpoint, {**state, **(more or {})}, verified=True)
+            self.checkpointer.load(checkpoint, {**self.state(), **(more or {})}, verified=True)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
-        return state
 
     def _keep(self, number: int) -> None:
         """Write a checkpoint where one is due, say where one failed, and end the run where a signal asked for it."""

@@ -302,7 +302,8 @@ class Trainer(TrainingLoop):
         return [self._samples, self._tuned]
 
     def restore(self, checkpoint: Path) -> None:
-        self.engine.restore(self.load(checkpoint))
+        self.load(checkpoint)
+        self.engine.restore()
 
     def files(self) -> Mapping[str, Mapping[str, Any]]:
         return {"config.yaml": asdict(self.prepared.reusable)}

@@ -122,7 +122,7 @@ def saved_and_resumed(folder: str, run: Path) -> list[tuple[float, float]]:
             state, path = engine.state(), latest(run)
             assert path is not None
             saver.load(path, state)
-            engine.restore(state)
+            engine.restore()
         history += train(engine, mesh, config, range(step, step + 1))
         saver.save(step + 1, engine.state(), {})
         saver.wait()

@@ -324,9 +324,9 @@ class RoleModel:
         self._moments.load()
         return self._trained_engine().state()
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the tensors of `state`, loaded from a checkpoint."""
-        self._trained_engine().restore(state)
+    def restore(self) -> None:
+        """Continue from what filled the tensors of `state()`."""
+        self._trained_engine().restore()
         self.offload_optimizer()
 
     def offload_optimizer(self) -> None:

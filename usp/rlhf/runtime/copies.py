@@ -221,7 +221,7 @@ class RoleCopies:
         reallocation.run(held[0], wanted, held[1:])
         model = self._models.get(copy)
         if trained and isinstance(model, RoleModel):
-            model.restore(wanted)
+            model.restore()
         _record(self._event, reallocation.traffic)
 
     def _values(self, copy: WeightCopy, states: bool) -> Mapping[str, Tensor]:
