@@ -159,7 +159,7 @@ def sample_record(sample: Mapping[str, Tensor], tokenizer: Tokenizer, most_token
     record: dict[str, Any] = {"prompt": decode(ids[:cut]), "response": decode(ids[cut:])}
     special = {token: f"⟨{tokenizer.show([token]) or token}⟩" for token in set(ids) if not decode([token])}
     parts = [(named, list(of)) for named, of in groupby(ids[:cut], special.__contains__)]
-    record["prompt_parts"] = ["".join(map(special.__getitem__, of)) if named else len(decode(of)) for named, of in parts]
+    record["prompt_parts"] = ["".join(special[i] for i in of) if named else len(decode(of)) for named, of in parts]
     for key in ("score", "reward"):
         if key in sample:
             record[key] = float(sample[key]) if sample[key].isfinite() else None  # the reward function failed
