@@ -117,6 +117,7 @@ def test_the_context_extension_draws_its_plots(tmp_path: Path) -> None:
 
 # srun is told to stop, and leaves what is in RESULT. It waits for scancel, which the script's trap calls.
 SRUN = """#!/bin/bash
+[[ "$*" != *vllm* ]] || { echo "$@" > served.txt; exit; }
 echo "$@" > srun.txt
 kill -USR1 $PPID
 until [[ -e scancel.txt ]]; do sleep 0.01; done
@@ -125,25 +126,37 @@ exit 1
 """
 
 
-@pytest.mark.parametrize(("result", "requeued"), [("", True), ("model", False), ("adapter", False)])
+@pytest.mark.parametrize(
+    ("result", "requeued", "servers"), [("", True, 0), ("model", False, 0), ("adapter", False, 0), ("model", False, 2)]
+)
 def test_the_slurm_script_passes_cores_on_and_requeues_what_is_not_finished(
-    tmp_path: Path, result: str, requeued: bool
+    tmp_path: Path, result: str, requeued: bool, servers: int
 ) -> None:
     programs = {"srun": SRUN, "scancel": "#!/bin/bash\necho > scancel.txt\n"}
-    programs["scontrol"] = "#!/bin/bash\n[[ $1 == requeue ]] && echo > requeued.txt || echo host\n"
+    programs["curl"] = '#!/bin/bash\nuntil [[ -s served.txt ]]; do sleep 0.01; done\necho "$@" > asked.txt\n'
+    programs["scontrol"] = "#!/bin/bash\n[[ $1 == requeue ]] && echo > requeued.txt || printf '%s\\n' host host{2..4}\n"
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     slurm = {"JOB_NAME": "job", "JOB_ID": "7", "JOB_NODELIST": "host", "JOB_NUM_NODES": "2", "CPUS_PER_TASK": "48"}
+    slurm |= {"JOB_NUM_NODES": "4"} if servers else {}
     environment = {f"SLURM_{name}": value for name, value in slurm.items()}
     environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RESULT": result, "MIN_HOSTS": "1" if result else ""}
+    environment |= {"SERVERS": str(servers), "MODEL": "m", "PROGRAM": "rlhf.py"} if servers else {}
     script = str(ROOT / "examples" / "slurm.sbatch")
-    ended = subprocess.run(["bash", script, "--model", "m"], cwd=tmp_path, env=environment, timeout=60, check=False)
+    ended = subprocess.run(["bash", script, "--steps", "9"], cwd=tmp_path, env=environment, timeout=60, check=False)
     assert ended.returncode == 1 and (tmp_path / "requeued.txt").exists() == requeued
     words = (tmp_path / "srun.txt").read_text().split()
     assert words[words.index("--cpus-per-task") + 1] == "48" and words.index("--cpus-per-task") < words.index(
         "torchrun"
     )
-    assert words[-6:] == ["--output", "runs/job-7", "--resume", "auto", "--model", "m"]
+    urls = ["--model", "m", "--rollout-engine", "http://host3:8000/v1,http://host4:8000/v1"] if servers else []
+    program = ["rlhf.py" if servers else "train.py", "--output", "runs/job-7", "--resume", "auto"]
+    assert words[-len([*program, *urls]) - 2 :] == [*program, *urls, "--steps", "9"]
+    if servers:
+        assert words[:4] == ["--nodes", "2", "--nodelist", "host,host2"]
+        served = (tmp_path / "served.txt").read_text().split()
+        assert served[:4] == ["--nodes", "2", "--nodelist", "host3,host4"] and served[-1] == "m"
+        assert (tmp_path / "asked.txt").read_text().endswith(" http://host3:8000/health\n")
     meeting = "--nnodes 1:2 --rdzv-endpoint runs/job-7.hosts" if result else "--nnodes 2 --rdzv-endpoint host:29500"
     assert meeting in " ".join(words) and ("--no-kill" in words) == bool(result)

@@ -62,7 +62,9 @@ def test_the_saved_model_has_learned(finished: tuple[Path, Ended]) -> None:
 
 @pytest.mark.slow
 def test_a_run_chooses_its_own_degrees(ranks: RankPool, tmp_path: Path) -> None:
+    # With Muon, whose memory is proved by a dry run, which cannot be made inside the run.
     flags = ["--plan", "tune", "--hardware", "h100", "--global-batch-size", "2", "--seq-len", "512"]
+    flags += ["--optimizer", "muon"]
     few = [*flags, "--output", "run", "--checkpoint-every", "20", "--tune-budget", "0.9"]
     ended = ranks.run(run_here, 2, "train", [*few, "--steps", "40"], tmp_path)[0]
     assert ended.out.count("layouts the simplest within") == 1 and "tuned, at the cost of" in ended.out

@@ -10,6 +10,7 @@ from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
+import torch.distributed as dist
 from rich.console import Group
 
 from usp.config import CHOSEN, TrainConfig
@@ -98,7 +99,7 @@ def choose(
     if not result.best:
         raise ConfigurationError(_nothing_fits(search, job))
     choice = Choice(search, result, job)
-    return _proved(choice) if job.approximate else choice
+    return choice if not job.approximate or dist.is_initialized() else _proved(choice)  # inside a run, trials prove it
 
 
 def _proved(choice: Choice) -> Choice:

@@ -56,8 +56,7 @@ def tuner_for(config: TrainConfig, launch: Launch, compiles: bool) -> Tuner:
         return {"trials": [of(each) for each in [choices[0].best, *others][:most]]}
 
     def ask(trials: Sequence[Trial]) -> list[Trial]:
-        better = replanned(choices[0], config, trials)
-        return [trial(**of(each)) for each in better]
+        return [trial(**of(each)) for each in replanned(choices[0], config, trials)]
 
     trials = [trial(**each) for each in from_rank_0(launch, "plan", find)["trials"]]
     return Tuner(trials, config.tune_budget, ask)

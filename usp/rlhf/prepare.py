@@ -318,8 +318,7 @@ def _open_examples(
     switches = filter(None, map(rotary_switch, models)) if sampled else ()
     longest = min([*map(context_length, models), *switches])
     data = data or getattr(config, field)
-    name = data.partition("=")[0]
-    if (benchmark := BENCHMARKS.get(name)) is not None:
+    if (benchmark := BENCHMARKS.get(name := data.partition("=")[0])) is not None:
         _about(f"{flag(field)} = {data}: ", getattr(from_spec(benchmark.reward, REWARDS), "check", lambda: None))
     scored_by_answer = sampled and not config.reward_model
     asks_none = config.reward_function != "match" or config.episodes or not algorithm.scores

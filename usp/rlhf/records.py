@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from jinja2 import Environment, FileSystemLoader
 from torch import Tensor
 
+from usp.data.tokenizer import Tokenizer
 from usp.parallel.groups import gather_objects
 from usp.rlhf.runtime.measure import LENGTHS_FILE, StepLengths
 from usp.rlhf.runtime.timeline import read_lines
@@ -38,8 +39,6 @@ BAD_SAMPLES_FILE = "bad-samples.jsonl"
 SHOWN = 2  # samples of a step written to samples.jsonl: no others are sent to the rank that writes it
 SHOWN_TOKENS = 512  # of their responses, with log-probabilities
 _FAINTEST = 1e-4  # gaps below have no color; those from 1 on have all of it
-_LEGEND = (0.001, 0.01, 0.1, 1.0)
-_SUMMARY = 80  # characters of a prompt's end that are shown before it is opened
 _NAMES = {  # of the metrics on screen
     "score": "score",
     "reward": "reward",
@@ -89,12 +88,12 @@ class SampleFiles:
         self,
         folder: Path,
         graph: DataflowGraph,
-        decode: Callable[[list[int]], str],
+        tokenizer: Tokenizer,
         device: torch.device,
         reward_failure: str,
         warn: Callable[[str, str], None],
     ) -> None:
-        self._graph, self._decode, self._device = graph, decode, device
+        self._graph, self._tokenizer, self._device = graph, tokenizer, device
         self._reward_failure, self._warn = reward_failure, warn
         names = (SAMPLES_FILE, LENGTHS_FILE, BAD_SAMPLES_FILE)
         self.files = self._samples, self._lengths, self._bad = tuple(LineFile(folder / name) for name in names)
@@ -109,7 +108,7 @@ class SampleFiles:
         lines = []
         for sample in samples.ids:
             values = {key: of_key[0] for key, of_key in samples.of([sample]).values.items()}
-            record = {"step": number, "evaluation": evaluation, **sample_record(values, self._decode, SHOWN_TOKENS)}
+            record = {"step": number, "evaluation": evaluation, **sample_record(values, self._tokenizer, SHOWN_TOKENS)}
             lines.append(json.dumps(record, ensure_ascii=False))
         self._samples.append(number, lines)
 
@@ -148,15 +147,19 @@ class SampleFiles:
         return {"reward_failures": failed}
 
 
-def sample_record(sample: Mapping[str, Tensor], decode: Callable[[list[int]], str], most_tokens: int) -> dict[str, Any]:
+def sample_record(sample: Mapping[str, Tensor], tokenizer: Tokenizer, most_tokens: int) -> dict[str, Any]:
     """Return the JSON record of a sample, whose values `sample` holds by key, as `Samples` does.
 
-    tokens: [text, log-probability at sampling, in training (None if it was not computed)] of the first `most_tokens` of
-    the response's `response_tokens` tokens; ⟨id⟩ for a token without text. advantage: mean over the response. turns: of
-    an episode, see `turns_of`, whose tokens of the environment have no log-probabilities.
+    prompt_parts: what `prompt` lacks, the text of special tokens, and the characters of `prompt` between them. tokens:
+    [text, log-probability at sampling, in training (None if it was not computed)] of the first `most_tokens` of the
+    response's `response_tokens` tokens; special ones in ⟨⟩. advantage: mean over the response. turns: of an episode,
+    see `turns_of`, whose tokens of the environment have no log-probabilities.
     """
-    ids, cut = sample["tokens"].tolist(), int(sample["prompt_length"])
+    ids, cut, decode = sample["tokens"].tolist(), int(sample["prompt_length"]), tokenizer.decode
     record: dict[str, Any] = {"prompt": decode(ids[:cut]), "response": decode(ids[cut:])}
+    special = {token: f"⟨{tokenizer.show([token]) or token}⟩" for token in set(ids) if not decode([token])}
+    parts = [(named, list(of)) for named, of in groupby(ids[:cut], special.__contains__)]
+    record["prompt_parts"] = ["".join(special[i] for i in of) if named else len(decode(of)) for named, of in parts]
     for key in ("score", "reward"):
         if key in sample:
             record[key] = float(sample[key]) if sample[key].isfinite() else None  # the reward function failed
@@ -171,7 +174,7 @@ def sample_record(sample: Mapping[str, Tensor], decode: Callable[[list[int]], st
             trained = sample["old_logprobs"][cut - 1 : len(ids) - 1].tolist()[:most_tokens]
         numbers = zip(ids[cut:], sampled, trained, strict=False)
         record["tokens"] = [
-            [decode([token]) or f"⟨{token}⟩", round(at, 6), then if then is None else round(then, 6)]
+            [special.get(token) or decode([token]), round(at, 6), then if then is None else round(then, 6)]
             for token, at, then in numbers
         ]
         record["response_tokens"] = len(ids) - cut
@@ -225,7 +228,7 @@ def sample_page(title: str, samples: Sequence[Mapping[str, Any]]) -> str:
     environment.filters["color"] = _color
     shown = [_shown(sample) for sample in samples]
     steps, sets = ([(value,) * 2 for value in sorted({each[name] for each in shown})] for name in ("step", "set"))
-    legend = [sign * gap for sign in (-1, 1) for gap in _LEGEND]
+    legend = [sign * gap for sign in (-1, 1) for gap in (0.001, 0.01, 0.1, 1.0)]
     page = environment.get_template("sample_page.html")
     return page.render(title=title, samples=shown, legend=legend, steps=steps, sets=sets)
 
@@ -234,7 +237,6 @@ def _shown(sample: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample as the page shows it. parts: the turns of an episode, otherwise one; each with a label, and the
     text, the title and the color of each token (spans)."""
     prompt, tokens = str(sample["prompt"]), sample.get("tokens") or ()
-    end = prompt if len(prompt) <= _SUMMARY else f"…{prompt[-_SUMMARY:]}"
     spans, gaps = [], []
     for text, sampled, trained in tokens:
         title, color = "" if sampled is None else f"at sampling {sampled:.4f}", ""
@@ -242,9 +244,7 @@ def _shown(sample: Mapping[str, Any]) -> dict[str, Any]:
             gaps.append(trained - sampled)
             title, color = f"{title}, in training {trained:.4f}, gap {gaps[-1]:+.2g}", _color(gaps[-1])
         spans.append((text, title, color))
-    total = sample.get("response_tokens", len(tokens))
-    note = f"{total:,} tokens" if total == len(tokens) else f"the first {len(tokens):,} of {total:,} tokens"
-    note += f", largest gap {max(map(abs, gaps)):.2g}" if gaps else ""
+    gap = max(map(abs, gaps), default=None)
     parts, begin = [], 0
     whole = {"text": sample["response"], "tokens": len(tokens)}
     for turn in sample.get("turns") or [whole]:
@@ -258,7 +258,7 @@ def _shown(sample: Mapping[str, Any]) -> dict[str, Any]:
         whole_turn = len(of_turn) == turn["tokens"] or turn is whole
         parts.append({"label": label, "text": turn["text"], "spans": of_turn if whole_turn else []})
     kind = "evaluation" if sample.get("evaluation") else "training"
-    return {**sample, "set": kind, "prompt": prompt, "end": end, "parts": parts, "note": note}
+    return {"prompt_parts": [len(prompt)], **sample, "set": kind, "prompt": prompt, "parts": parts, "gap": gap}
 
 
 def _color(gap: float) -> str:

@@ -154,8 +154,8 @@ class RlhfTrainer(TrainingLoop):
         if self.config.lora_rank:
             self.result = ADAPTER
         self._warned: set[str] = set()
-        decode, failure = prepared.tokenizer.decode, self.config.reward_failure
-        self.samples = SampleFiles(self.folder, prepared.graph, decode, self.device, failure, self._warn_once)
+        given = (self.folder, prepared.graph, prepared.tokenizer, self.device, self.config.reward_failure)
+        self.samples = SampleFiles(*given, self._warn_once)
         keys, config = {*prepared.graph.given, *prepared.graph.producers}, self.config
         ahead = config.staleness if config.partial_rollouts else 0
         rollouts = RolloutOptions(prepared.drawn, config.begun, ahead, config.steps, self._draw, config.seed)

@@ -191,9 +191,8 @@ def _refuse(message: str, launch: Launch, store: dist.Store, error_file: str) ->
 
 def tell_launcher(message: str, error_file: str) -> None:
     """Write this rank's message for torchrun's summary, at once whole: torchrun fails at a file that is not."""
-    record = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
     whole = Path(f"{error_file}.new")
-    whole.write_text(json.dumps({"message": record}))
+    whole.write_text(json.dumps({"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}))
     whole.replace(error_file)
 
 

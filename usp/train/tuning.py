@@ -25,7 +25,7 @@ TUNE_FILE = "tune.jsonl"
 COUNTED = 3  # steps of a candidate that count, after one that allocates, connects and compiles
 ROUNDS = 3  # of so many steps, for candidates that cannot be told apart
 HOPELESS = 1.5  # times the fastest median: a candidate with such a step ends early
-CLOSE = 0.02  # medians that differ by less, or by less than their steps do, are not told apart
+CLOSE = 0.02  # medians that differ by less, or by less than twice what their steps do, are not told apart
 OPTIONS = (*CHOSEN, "compile")  # in which candidates differ
 T = TypeVar("T")
 
@@ -157,7 +157,7 @@ def next_trial(trials: Sequence[Trial], current: int, allowed: float) -> int | N
 
 
 def _close(trial: Trial, best: Trial) -> bool:
-    return trial.median <= (1 + max(CLOSE, trial.spread + best.spread)) * best.median
+    return trial.median <= (1 + max(CLOSE, 2 * (trial.spread + best.spread))) * best.median
 
 
 def _expected(trial: Trial, trials: Sequence[Trial], best: Trial) -> float:

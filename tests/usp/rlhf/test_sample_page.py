@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,8 +16,17 @@ from usp.rlhf.records import read_samples, sample_page, sample_record
 EVIL = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>&amp;\"'"
 
 
-def decode(ids: list[int]) -> str:
-    return "".join("<&>abcdef"[i] for i in ids)
+class Letters:
+    """A tokenizer whose token 9 is special."""
+
+    def __init__(self, texts: Sequence[str] = tuple("<&>abcdef")) -> None:
+        self.texts = [*texts, *[""] * (9 - len(texts))]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join([*self.texts, ""][i] for i in ids)
+
+    def show(self, ids: Iterable[int]) -> str:
+        return "".join([*self.texts, "<b>"][i] for i in ids)
 
 
 def test_a_record_has_the_tokens_of_the_response_with_both_log_probabilities() -> None:
@@ -30,13 +40,22 @@ def test_a_record_has_the_tokens_of_the_response_with_both_log_probabilities() -
         "logprobs": per_token,
         "old_logprobs": per_token * 1.5,
     }
-    record = sample_record(sample, decode, most_tokens=2)
+    record = sample_record(sample, Letters(), most_tokens=2)
     assert (record["prompt"], record["response"]) == ("abc", "<&>")
     assert record["tokens"] == [["<", -0.5, -0.75], ["&", -1.0, -1.5]]
     assert (record["score"], record["advantage"], record["finished"], record["response_tokens"]) == (0.5, 3.0, False, 3)
     del sample["old_logprobs"], sample["advantages"]
-    bare = sample_record(sample, decode, most_tokens=9)
+    bare = sample_record(sample, Letters(), most_tokens=9)
     assert bare["tokens"][2] == [">", -2.0, None] and "advantage" not in bare
+
+
+def test_special_tokens_are_told_from_texts_like_them() -> None:
+    sample = {"tokens": torch.tensor([9, 0, 4, 2, 9, 9, 3, 9]), "prompt_length": torch.tensor(7)}
+    record = sample_record({**sample, "logprobs": torch.zeros(8)}, Letters(), most_tokens=9)
+    assert record["prompt"] == "<b>a" and record["tokens"][0][0] == "⟨<b>⟩"
+    page = Page(sample_page("run", [{"step": 1, "score": 0, **record}]))
+    assert "⟨<b>⟩<b>⟨<b>⟩⟨<b>⟩a" in page.text.replace("\n", "")
+    assert sum(each.get("class") == "special" for _, each in page.elements) == 2
 
 
 def test_an_episode_has_turns_with_rewards_and_the_tools_that_they_call(tmp_path: Path) -> None:
@@ -49,7 +68,7 @@ def test_an_episode_has_turns_with_rewards_and_the_tools_that_they_call(tmp_path
         "turns": torch.tensor([1, 0, 0, 2, 0]),
         "turn_rewards": torch.tensor([0.5, 0.0, 0.0, 1.0, 0.0]),
     }
-    record = sample_record(sample, lambda ids: "".join(texts[each] for each in ids), most_tokens=3)
+    record = sample_record(sample, Letters([texts[each] for each in range(4)]), most_tokens=3)
     assert [turn.get("reward") for turn in record["turns"]] == [0.5, None, 1.0]
     assert record["turns"][0]["calls"] == ["search"] and record["turns"][1]["tokens"] == 2
     assert record["tokens"][1] == ["<b>seven</b>", None, None]
