@@ -246,11 +246,10 @@ def json_rows(file: DataFile) -> Generator[str | ValueError]:
             yield from lines
         return
     with _open_parquet(file.path) as table:
-        names = table.schema_arrow.names
-        for batch in table.iter_batches(batch_size=ROWS, use_threads=False):
-            for row in _values(batch, range(len(names))):
-                values = row if isinstance(row, ValueError) else dict(zip(names, map(without_nulls, row), strict=True))
-                yield values if isinstance(values, ValueError) else json.dumps(values, ensure_ascii=False, default=str)
+        names, batches = table.schema_arrow.names, table.iter_batches(batch_size=ROWS, use_threads=False)
+        for row in (row for batch in batches for row in _values(batch, range(len(names)))):
+            values = {} if isinstance(row, ValueError) else dict(zip(names, map(without_nulls, row), strict=True))
+            yield json.dumps(values, ensure_ascii=False, default=str) if values else row
 
 
 @contextmanager

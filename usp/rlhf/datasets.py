@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -136,14 +136,12 @@ def _ids_of(path: Path, tokenizer: Tokenizer) -> Ids:
 Examples: TypeAlias = FileExamples | HiddenMark
 
 
-def answers(examples: Sequence[Example] | HiddenMark) -> Callable[[int], str]:
-    """Return what gives the answer of an example by its index."""
-    return lambda index: examples[index].answer
-
-
-def rows(examples: Sequence[Example] | HiddenMark) -> Callable[[int], dict[str, Any]]:
-    """Return what gives the line of an example by its index; nothing where it is not from a file."""
-    return lambda index: json.loads(examples[index].row or "{}")
+def known_of(examples: Sequence[Example] | HiddenMark) -> dict[str, Any]:
+    """Return what gives the answer of an example by its index, and its line: nothing where it is not from a file."""
+    return {
+        "answer": lambda index: examples[index].answer,
+        "row": lambda index: json.loads(examples[index].row or "{}"),
+    }
 
 
 def open_examples(
@@ -182,13 +180,12 @@ def open_examples(
     name, _, path = data.partition("=")
     name = name if name in BENCHMARKS else ""
     file, given = Path(path if name else data).expanduser(), option("data", data)
-    if not file.is_file() or (rows_of := DataFile.of(file)).format not in ROW_OF:
+    if not file.is_file() or not (unit := ROW_OF.get((source := DataFile.of(file)).format)):
         kinds = "stdlib, or a .jsonl or .parquet file, or JSON lines without a suffix, with "
         raise ValueError(given + f" must be {kinds}{', '.join(keys)}")
     examples, problems, long, bad = list[Example](), list[Violation](), list[Violation](), list[Violation]()
     read, shared = Counter[tuple[tuple[str, ...], ...]](), dict[str, Chat | None]()
-    unit = ROW_OF[rows_of.format]
-    with closing(json_rows(rows_of)) as lines:
+    with closing(json_rows(source)) as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{unit} {number}"
             try:
