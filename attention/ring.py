@@ -224,8 +224,11 @@ class _Incoming:
     def __init__(
         self, step: Step, channel: Channel, own: Tensor | None, held: Tensor | None, like: tuple[Tensor, Tensor]
     ) -> None:
-        self.block = like[0].new_empty(step.keys, _features(*like))
-        self.parts = [(m, _receive_buffer(self.block, m)) for m in step.receive]
+        block = self.block = like[0].new_empty(step.keys, _features(*like))
+        self.parts = [  # a message that is one slice of the block is received there
+            (m, _slice(block, m) if m.index is None else block.new_empty(m.tokens, *block.shape[1:]))
+            for m in step.receive
+        ]
         sends = [(m.peer, _packed(held, m)) for m in step.send_held]
         sends += [(m.peer, _packed(own, m)) for m in step.send_own]
         self.pending = channel.post(sends, [(m.peer, buffer) for m, buffer in self.parts])
@@ -319,11 +322,6 @@ def _packed(buffer: Tensor | None, message: Message) -> Tensor:
     """Return a message's tokens from a (T, ...) buffer, contiguous; a view if the message is one slice."""
     assert buffer is not None
     return _slice(buffer, message) if message.index is None else buffer.index_select(0, message.index)
-
-
-def _receive_buffer(block: Tensor, message: Message) -> Tensor:
-    """Return the receive buffer of a message: part of the block if the message is one slice of it."""
-    return _slice(block, message) if message.index is None else block.new_empty(message.tokens, *block.shape[1:])
 
 
 def _add(buffer: Tensor, message: Message, part: Tensor) -> None:

@@ -25,19 +25,19 @@ MAX_PARAMETERS = 12
 INTERFACES = {"_attention_forward", "_merge_kernel"}  # of transformers, and of a Triton kernel, which has no structs
 MAX_PHRASE_WORDS = 12  # of a line in the map
 BUDGETS = {  # lines of a room at most: who adds, deletes
-    "attention": 5341,
+    "attention": 5339,
     "parallel": 4049,
     "usp/commands": 1175,
-    "usp/data": 2888,
+    "usp/data": 2908,
     "usp/hf": 6838,
     "usp/model": 717,
     "usp/planning": 2976,
     "usp/predict": 3508,
-    "usp/rlhf": 13962,
+    "usp/rlhf": 13950,
     "usp/run": 1413,
     "usp/sp": 2349,
-    "usp/train": 3903,
-    "usp": 41547,
+    "usp/train": 3897,
+    "usp": 41549,
 }
 MAP = ROOT / "docs" / "architecture.md"
 

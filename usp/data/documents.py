@@ -14,7 +14,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -232,13 +232,33 @@ def _csv(path: Path, field: str) -> Iterator[Row]:
 
 
 def _parquet(path: Path, field: str) -> Iterator[Row]:
+    with _open_parquet(path) as file:
+        kind, columns = _columns(path, field, file.schema_arrow)
+        batches = file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False)
+        yield from _rows_of(batches, columns, kind, path)
+
+
+def json_rows(file: DataFile) -> Generator[str | ValueError]:
+    """Yield a file's JSON lines, or its rows of Parquet as such, with text for what JSON lacks; or what is wrong with
+    one. Raises ValueError for a damaged file."""
+    if file.format == "lines":
+        with open_text(file.path, newline="\n") as lines:
+            yield from lines
+        return
+    with _open_parquet(file.path) as table:
+        names, batches = table.schema_arrow.names, table.iter_batches(batch_size=ROWS, use_threads=False)
+        for row in (row for batch in batches for row in _values(batch, range(len(names)))):
+            values = {} if isinstance(row, ValueError) else dict(zip(names, map(without_nulls, row), strict=True))
+            yield json.dumps(values, ensure_ascii=False, default=str) if values else row
+
+
+@contextmanager
+def _open_parquet(path: Path) -> Iterator[Any]:
     from pyarrow import ArrowException, parquet
 
     try:
         with parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
-            kind, columns = _columns(path, field, file.schema_arrow)
-            batches = file.iter_batches(batch_size=ROWS, columns=columns, use_threads=False)
-            yield from _rows_of(batches, columns, kind, path)
+            yield file
     except (ArrowException, OSError, RecursionError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
@@ -301,7 +321,7 @@ def _rows_of(batches: Iterable[Any], columns: list[str], kind: RowKind, path: Pa
             yield kind, dict(zip(columns, map(without_nulls, row) if kind.chat else row, strict=True)), where
 
 
-def _values(batch: Any, columns: Sequence[str]) -> list[Any]:
+def _values(batch: Any, columns: Sequence[str | int]) -> list[Any]:
     """Return the values of each row of a batch, or what is wrong with it."""
     try:
         found = [batch.column(name) for name in columns]

@@ -218,9 +218,9 @@ class EnvironmentConfig:
 class SupervisedConfig:
     """Supervised samples beside those of the algorithm."""
 
-    supervised_data: Annotated[str, arg(metavar="PATH.jsonl", help_behavior_hint="(optional)")] = ""
-    """JSONL file of prompts with answers, or of chats, as --algorithm sft reads them: the policy's loss has their mean
-    cross-entropy besides."""
+    supervised_data: Annotated[str, arg(metavar="PATH.jsonl|PATH.parquet", help_behavior_hint="(optional)")] = ""
+    """JSONL or Parquet file of prompts with answers, or of chats, as --algorithm sft reads them: the policy's loss has
+    their mean cross-entropy besides."""
     supervised_weight: Positive = 0.1
     """Weight of that cross-entropy in the loss of each optimizer step."""
     supervised_samples: AtLeast1 = 16
@@ -237,8 +237,8 @@ class EvaluationConfig:
     """Steps between evaluations on held-out prompts; the last step is evaluated too, and benchmarks before the first.
     0: no evaluation."""
     eval_data: Annotated[str, arg(metavar="PATH.jsonl|NAME=PATH,NAME=PATH,...", help_behavior_hint="(optional)")] = ""
-    """JSONL file of prompts to evaluate on, or benchmarks by name with their files, which bring their own prompts and
-    rewards. Without it, --eval-prompts are held out of --data."""
+    """JSONL or Parquet file of prompts to evaluate on, or benchmarks by name with their files, which bring their own
+    prompts and rewards. Without it, --eval-prompts are held out of --data."""
     eval_samples: AtLeast1 = 1
     """Responses per evaluated prompt, for pass@k up to this k."""
     eval_temperature: EvalTemperature = -1.0
@@ -253,9 +253,9 @@ class EvaluationConfig:
 class _Supervised:
     """The fields that the supervised steps share, besides those of train.py."""
 
-    data: Annotated[str, arg(metavar="stdlib|PATH.jsonl")] = "stdlib"
-    """JSONL file of prompts with answers, or of preference pairs, or NAME=PATH of a benchmark; also compressed, or JSON
-    lines in a file without a suffix. stdlib: built-in task over Python's own sources."""
+    data: Annotated[str, arg(metavar="stdlib|PATH.jsonl|PATH.parquet")] = "stdlib"
+    """JSONL or Parquet file of prompts with answers, or of preference pairs, or NAME=PATH of a benchmark; JSON lines
+    also compressed, or in a file without a suffix. stdlib: built-in task over Python's own sources."""
     bad_rows: Annotated[str, one_of(BAD_ROWS)] = "refuse"
     """Lines of data files that are no prompts. refuse: an error. drop: left out, and counted."""
     long_prompts: Annotated[str, one_of(("refuse", "drop"))] = "refuse"
@@ -526,7 +526,7 @@ def _evaluation_violations(config: RlhfConfig) -> Iterator[str]:
     if not config.eval_data and not config.eval_prompts:
         yield f"--eval-every = {config.eval_every} needs prompts: give --eval-data, or --eval-prompts to hold out"
     if config.eval_data == STDLIB:
-        yield f"--eval-data = {STDLIB} must be a .jsonl file: --eval-prompts holds prompts out of the built-in ones"
+        yield f"--eval-data = {STDLIB} must be a data file: --eval-prompts holds prompts out of the built-in ones"
     try:
         names = [name for name, _ in parse_named(config.eval_data) if name]
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Prompts with answers, read from a file or built from source code.
 
-    JSON lines     {"prompt": ..., "answer": ...}                    prompts; sft trains on the answers
-                   {"prompt": ..., "chosen": ..., "rejected": ...}   reward_model, dpo
+    JSON lines,    {"prompt": ..., "answer": ...}                    prompts; sft trains on the answers
+    Parquet        {"prompt": ..., "chosen": ..., "rejected": ...}   reward_model, dpo
     stdlib         find the mark hidden in a piece of the Python standard library's source code
 
 A prompt is text, or a list of messages {"role": ..., "content": ...}, which may be under "messages" instead: the
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -37,7 +38,6 @@ from usp.data.chats import (
     QUESTIONS,
     USER,
     Chat,
-    Completed,
     Mask,
     chat_of,
     completed,
@@ -45,8 +45,8 @@ from usp.data.chats import (
     question_of,
     text_of,
 )
-from usp.data.documents import DROP, REFUSE, keys_lines, without_nulls
-from usp.data.sources import STDLIB, DataFile, find_files, open_text, read_json
+from usp.data.documents import DROP, REFUSE, json_rows, keys_lines, without_nulls
+from usp.data.sources import STDLIB, DataFile, find_files, read_json
 from usp.data.tokenizer import Ids, Tokenizer, as_document, chat_encoder, encode_masked, unended, unended_line
 from usp.parallel import Violation, all_of, option, violation_of
 from usp.rlhf.environments.benchmarks import BENCHMARKS
@@ -58,6 +58,7 @@ from .samples import Samples, balance, mini_batch_ids
 MARKS = "①②③④⑤⑥⑦⑧"
 QUESTION = "\n# mark: "
 SHORTEST = 64  # tokens in a built-in prompt
+ROW_OF = {"lines": "line", "parquet": "row"}  # formats of files of examples, and how a place in one is called
 _LARGE = 2**24  # data sets with more examples are not shuffled: no run reaches a second epoch
 
 
@@ -135,14 +136,12 @@ def _ids_of(path: Path, tokenizer: Tokenizer) -> Ids:
 Examples: TypeAlias = FileExamples | HiddenMark
 
 
-def answers(examples: Sequence[Example] | HiddenMark) -> Callable[[int], str]:
-    """Return what gives the answer of an example by its index."""
-    return lambda index: examples[index].answer
-
-
-def rows(examples: Sequence[Example] | HiddenMark) -> Callable[[int], dict[str, Any]]:
-    """Return what gives the line of an example by its index; nothing where it is not from a file."""
-    return lambda index: json.loads(examples[index].row or "{}")
+def known_of(examples: Sequence[Example] | HiddenMark) -> dict[str, Any]:
+    """Return what gives the answer of an example by its index, and its line: nothing where it is not from a file."""
+    return {
+        "answer": lambda index: examples[index].answer,
+        "row": lambda index: json.loads(examples[index].row or "{}"),
+    }
 
 
 def open_examples(
@@ -160,7 +159,7 @@ def open_examples(
     optional: Sequence[str] = (),
     tools: list[dict[str, Any]] | None = None,
 ) -> Examples:
-    """Open `data`: stdlib, or a file of JSON lines that have text or messages under each of `keys`.
+    """Open `data`: stdlib, or a file of JSON lines or of Parquet that have text or messages under each of `keys`.
 
     Args:
         prompt_tokens: length of the longest built-in prompt.
@@ -181,18 +180,19 @@ def open_examples(
     name, _, path = data.partition("=")
     name = name if name in BENCHMARKS else ""
     file, given = Path(path if name else data).expanduser(), option("data", data)
-    if not file.is_file() or DataFile.of(file).format != "lines":
-        names = ", ".join(keys)
-        kinds = f"stdlib, or a .jsonl file, or JSON lines without a suffix, with {names}"
-        raise ValueError(given + f" must be {kinds}")
+    if not file.is_file() or not (unit := ROW_OF.get((source := DataFile.of(file)).format)):
+        kinds = "stdlib, or a .jsonl or .parquet file, or JSON lines without a suffix, with "
+        raise ValueError(given + f" must be {kinds}{', '.join(keys)}")
     examples, problems, long, bad = list[Example](), list[Violation](), list[Violation](), list[Violation]()
     read, shared = Counter[tuple[tuple[str, ...], ...]](), dict[str, Chat | None]()
-    with open_text(file, newline="\n") as lines:
+    with closing(json_rows(source)) as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"line {number}"
+            where = f"{unit} {number}"
             try:
+                if isinstance(line, ValueError):
+                    raise line
+                if not line.strip():
+                    continue
                 row = _row(line, where, keys)
                 asked = row
                 if name:
@@ -211,16 +211,16 @@ def open_examples(
                 said = violation_of(error)
                 listed.append(said if str(said).startswith(f"{where}: ") else f"{where}: " + said)
     if problems:
-        more = f"; and {len(problems) - 5} more lines" if len(problems) > 5 else ""
+        more = f"; and {len(problems) - 5} more {unit}s" if len(problems) > 5 else ""
         raise ValueError(given + ": " + all_of(problems[:5]) + more)
     if not examples:
         none = f"no prompt of at most {longest} tokens, as " + option("long_prompts", "drop") + " asks for"
-        why = "no good line: " + bad[0] if bad else none if long else "no lines"
+        why = f"no good {unit}: " + bad[0] if bad else none if long else f"no {unit}s"
         raise ValueError(given + " holds " + why)
     left_out = {"are too long for the context and left out": long, "were left out by --bad-rows drop": bad}
-    notes = [f"{len(each)} lines {why}; the first: {each[0]}" for why, each in left_out.items() if each]
+    notes = [f"{len(each)} {unit}s {why}; the first: {each[0]}" for why, each in left_out.items() if each]
     notes += filter(None, [unended_line(sum(example.unended for example in examples), tokenizer)])
-    return FileExamples(examples, (*keys_lines(read, "lines"), *notes))
+    return FileExamples(examples, (*keys_lines(read, f"{unit}s"), *notes))
 
 
 class _TooLong(ValueError):
@@ -290,7 +290,9 @@ def _parse(
         content = completed(row, first, key, where)
         if isinstance(content, Chat) and split:
             content = replace(content, prompt=0)  # with all that the assistant writes, as in train.py
-        sequences.append(_sequence(content, tokenizer))
+        ids, targets, _ = encode_masked(tokenizer, content)
+        end = int(np.flatnonzero(targets)[-1]) + 1  # where a response would end
+        sequences.append((ids[:end], targets[:end]))
         endless += unended(tokenizer, *sequences[-1]) if isinstance(content, Chat) else 0
         if (tokens := len(sequences[-1][0])) > longest:
             sizes = f"a prompt of {len(prompt)} tokens and {tokens - len(prompt)} under {key!r}"
@@ -340,13 +342,6 @@ def _prompt(
             template = f"{where}: the chat template of " + option("tokenizer", tokenizer.name)
             raise ValueError(template + " does not describe tools")
     return prompt, Chat("", [], chat.tools, template=chat.template)
-
-
-def _sequence(content: Chat | Completed, tokenizer: Tokenizer) -> tuple[Ids, Mask]:
-    """Return the ids up to the last target, where a response would end, and which of them are targets."""
-    ids, targets, _ = encode_masked(tokenizer, content)
-    end = int(np.flatnonzero(targets)[-1]) + 1
-    return ids[:end], targets[:end]
 
 
 def sequences_of(example: Example, tokenizer: Tokenizer, pairs: bool) -> Sequence[tuple[Ids, Mask]]:

@@ -21,7 +21,7 @@ from usp.train.step import Evaluations
 
 from .algorithms.rewards import ScoreWith
 from .config import RlhfConfig
-from .datasets import Example, answers, prompt_samples, rows
+from .datasets import Example, known_of, prompt_samples
 from .environments.benchmarks import by_row
 from .environments.episodes import Processes
 from .environments.ready_rewards import BENCHMARK, REWARD
@@ -116,8 +116,7 @@ def _evaluated(call: ModelCall, prompts: Sequence[Example], config: RlhfConfig, 
         work = replace(work, partial=False, routed=0)
         return replace(call, work=work, outputs=tuple(k for k in call.outputs if k not in ("versions", ROUTED)))
     if isinstance(work, Compute) and isinstance(work.function, ScoreWith):
-        scored = replace(work.function, answer=answers(prompts), row=rows(prompts), **scoring)
-        return replace(call, work=replace(work, function=scored))
+        return replace(call, work=replace(work, function=replace(work.function, **known_of(prompts) | scoring)))
     return call
 
 

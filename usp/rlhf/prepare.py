@@ -56,7 +56,7 @@ from .algorithms.registry import ALGORITHMS, build_graph, with_outside
 from .algorithms.rewards import ScoreWith, load_reward_function
 from .checkpoints import RlhfState, resume_violations, running_plan, sft_lora, sft_violations
 from .config import SEARCH, RlhfConfig, SftConfig, has_critic, sft_steps_of, texts, violations
-from .datasets import Example, Examples, Supervised, answers, hold_out, open_examples, rows
+from .datasets import Example, Examples, Supervised, hold_out, known_of, open_examples
 from .environments.agents import AGENT
 from .environments.benchmarks import BENCHMARKS, REWARDS
 from .environments.episodes import Episodes, Processes, ids_between
@@ -358,12 +358,11 @@ def _reward(config: RlhfConfig, algorithm: Algorithm, tokenizer: Tokenizer, exam
     return ScoreWith(
         _about("--reward-function = ", lambda: load_reward_function(config.reward_function)),
         tokenizer.decode,
-        answers(examples),
         retries=config.reward_retries,
         failure=config.reward_failure,  # type: ignore[arg-type]  # one of the flag's choices
         pool=pool,
         workers=max(1, config.reward_processes),
-        row=rows(examples),
+        **known_of(examples),
     )
 
 

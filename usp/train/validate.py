@@ -43,8 +43,8 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, e
 
 def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[Any]]:
     yield from (rule(config, world_size) for rule in (_degrees, _global_batch))
-    rules = (_length, _micro_batches, _schedule, common_violations)
-    yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _optimizer, _float8))
+    rules = (_length, _micro_batches, _schedule, common_violations, OPTIMIZERS[config.optimizer].violations)
+    yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _float8))
     if facts is not None:
         yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts, _indexers))
 
@@ -201,10 +201,6 @@ def common_violations(config: CommonConfig) -> Iterator[str]:
         yield f"--mlp-tile = {config.mlp_tile} keeps no matrix products of MLPs, --ac selective keeps all: remove one"
     if config.lr_decay_steps > config.steps:
         yield f"--lr-decay-steps = {config.lr_decay_steps} must be at most --steps = {config.steps}"
-
-
-def _optimizer(config: TrainConfig) -> Iterator[str]:
-    yield from OPTIMIZERS[config.optimizer].violations(config)
 
 
 def _float8(config: TrainConfig) -> Iterator[str]:

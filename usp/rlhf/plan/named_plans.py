@@ -32,14 +32,13 @@ def policy_as_reference(graph: DataflowGraph, plan: ExecutionPlan) -> tuple[Data
     train_call = graph.train_call("actor")
     trained = plan[train_call.name] if train_call else None
 
-    def has_weights(layout: CallLayout) -> bool:
-        # Without ZeRO, another layout with the degrees of the trained copy is in the same memory.
-        alike = trained is not None and (trained.ranks, trained.dims, trained.zero) == (layout.ranks, layout.dims, 0)
-        return layout.of_weights in layouts or (alike and layout.zero == 0)
-
+    # Without ZeRO, another layout with the degrees of the trained copy is in the same memory.
+    alike = (trained.ranks, trained.dims, 0) if trained is not None and trained.zero == 0 else ()
     calls = tuple(
         replace(call, role="actor", work=replace(call.work, adapters=False))
-        if call.role == "ref" and isinstance(call.work, Inference) and has_weights(plan[call.name])
+        if call.role == "ref"
+        and isinstance(call.work, Inference)
+        and ((at := plan[call.name]).of_weights in layouts or (at.ranks, at.dims, at.zero) == alike)
         else call
         for call in graph.calls
     )

@@ -116,7 +116,7 @@ class Executor(ExecutorState):
             if self.rollouts is not None:
                 self.rollouts.end(new, [i for i, spare in new.numbers.get(SPARE, {}).items() if spare])
         for step in steps:
-            step.keep_for_training()
+            step.store = {key: step.store[key] for key in step.readers() if key in step.store}  # of later iterations
         self.in_flight = steps
         if due is None:
             return None

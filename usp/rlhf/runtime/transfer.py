@@ -179,10 +179,6 @@ class StepData:
                         f"{tuple(value.shape)}, expected {kind.dtype} of shape {shape}: {meaning}"
                     )
 
-    def keep_for_training(self) -> None:
-        """Drop the values that no later iteration reads."""
-        self.store = {key: self.store[key] for key in self.readers() if key in self.store}
-
     def readers(self) -> dict[str, ModelCall]:
         """Map the keys of samples in flight to a call that reads them: one that makes no samples, and best trains."""
         calls = [call for call in self.graph.calls if not call.outputs]

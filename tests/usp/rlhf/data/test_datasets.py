@@ -5,12 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import tokenizers
+from pyarrow import parquet
 from tokenizers import decoders, models, processors, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
@@ -60,13 +63,61 @@ def test_match_compares_the_whole_answer() -> None:
     assert [match("", response, "7") for response in ("77", "", "8", "7 8")] == [0, 0, 0, 0]
 
 
-def test_file_of_preference_pairs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.parquet"])
+def test_file_of_preference_pairs(tmp_path: Path, name: str) -> None:
     rows = [{"prompt": f"p{n}", "chosen": f"yes{n}", "rejected": f"no{n}"} for n in range(3)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    if name.endswith("parquet"):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+    else:
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     keys = ("prompt", "chosen", "rejected")
-    found = open_examples(str(tmp_path / "pairs.jsonl"), keys, ByteTokenizer(), prompt_tokens=1, longest=9, seed=0)
+    found = open_examples(str(tmp_path / name), keys, ByteTokenizer(), prompt_tokens=1, longest=9, seed=0)
     assert len(found) == 3 and (found[2].answer, found[2].rejected) == ("yes2", "no2")
     assert ByteTokenizer().decode(found[1].prompt.tolist()) == "p1"
+
+
+def test_rows_of_parquet_are_read_and_numbered_as_lines_are(tmp_path: Path, chat: Tokenizer) -> None:
+    asked = [{"role": "user", "content": "p", "name": None}]
+    rows: list[dict] = [{"prompt": asked, "answer": f"a{n}", "level": {"at": n, "of": None}} for n in range(40)]
+    rows = [{**row, "made": datetime(2026, 1, 2), "none": None} for row in rows]
+    rows[20]["answer"], rows[30]["prompt"] = None, [{"role": "user", "content": "p" * 99}]
+    data, options = tmp_path / "rows.parquet", {"prompt_tokens": 1, "longest": 30, "seed": 0}
+    parquet.write_table(pyarrow.Table.from_pylist(rows), data)
+    with pytest.raises(ValueError, match=r"rows\.parquet: row 21: no text under 'answer'.*; row 31: a prompt of"):
+        open_examples(str(data), KEYS, chat, **options)
+    found = open_examples(str(data), KEYS, chat, **options, bad_rows="drop", drop_long=True)
+    assert [example.answer for example in found] == [f"a{n}" for n in range(40) if n not in (20, 30)]
+    assert json.loads(found[-1].row) | {"made": ""} == {
+        "prompt": [{"role": "user", "content": "p"}],
+        "answer": "a39",
+        "level": {"at": 39},
+        "made": "",
+        "none": None,
+    }
+    keys, long, bad = found.notes
+    assert keys == "keys of 38 rows: prompt, answer read; not read: level, made"
+    assert long.startswith("1 rows are too long for the context and left out; the first: row 31: a prompt of")
+    assert bad.startswith("1 rows were left out by --bad-rows drop; the first: row 21: no text under 'answer'")
+    lines = "\n".join(json.dumps(row, default=str) for number, row in enumerate(rows) if number not in (20, 30))
+    (tmp_path / "rows.jsonl").write_text(lines)
+    for ours, theirs in zip(found, open_examples(str(tmp_path / "rows.jsonl"), KEYS, chat, **options), strict=True):
+        assert ours.prompt.tolist() == theirs.prompt.tolist() and ours.answer == theirs.answer
+    parquet.write_table(pyarrow.Table.from_pylist(rows[20:21]), data)
+    with pytest.raises(ValueError, match=r"holds no good row: row 1: no text"):
+        open_examples(str(data), KEYS, chat, **options, bad_rows="drop")
+
+
+def test_a_row_of_parquet_that_is_not_text_is_one_bad_row(tmp_path: Path) -> None:
+    texts = pyarrow.array([b"p", b"\xff", b"p"]).view(pyarrow.string())
+    data, options = tmp_path / "rows.parquet", {"prompt_tokens": 1, "longest": 9, "seed": 0}
+    parquet.write_table(pyarrow.table({"prompt": texts, "answer": ["1", "2", "3"]}), data)
+    with pytest.raises(ValueError, match=r"rows\.parquet: row 2: .*UTF"):
+        open_examples(str(data), KEYS, ByteTokenizer(), **options)
+    found = open_examples(str(data), KEYS, ByteTokenizer(), **options, bad_rows="drop")
+    assert [example.answer for example in found] == ["1", "3"]
+    data.write_bytes(data.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"rows\.parquet is not a Parquet file, or is damaged"):
+        open_examples(str(data), KEYS, ByteTokenizer(), **options)
 
 
 @pytest.mark.parametrize("answer", ["", "a"])
@@ -153,7 +204,7 @@ def test_json_lines_are_recognized_as_in_training(tmp_path: Path, name: str) -> 
     (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("gz") else line)
     options: dict[str, Any] = {"prompt_tokens": 1, "longest": 9, "seed": 0}
     if name.endswith("txt"):
-        with pytest.raises(ValueError, match=r"must be stdlib, or a \.jsonl file, or JSON lines without a suffix"):
+        with pytest.raises(ValueError, match=r"must be stdlib, or a \.jsonl or \.parquet file, or JSON lines"):
             open_examples(str(tmp_path / name), KEYS, ByteTokenizer(), **options)
     else:
         assert open_examples(str(tmp_path / name), KEYS, ByteTokenizer(), **options)[0].answer == "a"
