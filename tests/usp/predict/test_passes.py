@@ -1,4 +1,4 @@
-"""The passes of a step and of forwards alone: what each takes, on any ranks, in any weight dtype."""
+"""Jobs on any ranks and in any weight dtype, and the memory of forwards alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from usp.config import TrainConfig
 from usp.hf.models import load_model_config, model_facts
 from usp.hf.tensor_parallel import model_shape
 from usp.parallel import load_hardware
-from usp.predict.job import PASSES, Job
+from usp.predict.job import Job
 from usp.predict.memory import forward_memory
-from usp.predict.seconds import pass_seconds, step_seconds
-from usp.predict.traffic import pass_parts, step_traffic
+from usp.predict.seconds import step_seconds
 from usp.rlhf.dry_run import dry_run_calls
 from usp.train.resolve import job_of
 
@@ -26,24 +25,6 @@ A800 = load_hardware("a800")
 def job(world_size: int = 8, **flags: object) -> Job:
     config = TrainConfig(**{"model": "llama3-8b", "seq_len": 32768, **flags})  # type: ignore[arg-type]
     return job_of(config, load_model_config(config.model), world_size)
-
-
-def test_a_step_has_five_passes_and_forwards_alone_have_one() -> None:
-    made = job(sp_ulysses=4, zero=3, ac="full", batch_size=2, micro_batches=2)
-    passes, traffic = pass_seconds(made, A800, 0), pass_parts(made, 0)
-    assert sum(sent.nbytes for parts in traffic.values() for sent in parts) == sum(
-        sent.nbytes for sent in step_traffic(made, 0)
-    )
-    # The loss computes its gradients in the forward, so that is longer than what is computed again.
-    times = {kind: passed.compute.total for kind, passed in passes.items()}
-    assert 0 < times["recompute"] < times["forward"] < times["backward"]
-    assert times["count"] == 0 and times["update"] > 0
-    forwards = replace(made, config=replace(made.config, ac="none"), trained=False, output="logprobs")
-    alone, sent = pass_seconds(forwards, A800, 0), pass_parts(forwards, 0)
-    assert all(not sent[kind] for kind in PASSES if kind != "forward")
-    assert sum(passed.total for passed in alone.values()) == alone["forward"].total
-    assert alone["forward"].compute.total < times["forward"]
-    assert not any("reduce_scatter" in part.collective for part in sent["forward"])
 
 
 def test_links_are_those_of_the_global_ranks() -> None:

@@ -1,4 +1,4 @@
-"""The time model: FLOPs equal those of a dry run, transfers overlap with compute, and more work takes longer."""
+"""The time model: transfers overlap with compute, and more work takes longer. FLOPs: test_step_report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from benchmarks.published.magi import attention_seconds
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
 from usp.parallel import load_hardware
-from usp.predict.compute import BACKWARD, FORWARD, Product, flops_per_pair, head_products, layer_products, layer_seconds
-from usp.predict.job import Job, Stack
+from usp.predict.compute import Product, layer_seconds
+from usp.predict.job import PASSES, Job, Stack
 from usp.predict.seconds import (
     OVERLAPPED,
     PassSeconds,
@@ -24,8 +24,7 @@ from usp.predict.seconds import (
     pass_seconds,
     step_seconds,
 )
-from usp.predict.traffic import attention_plan, step_traffic
-from usp.train.dry_run import dry_run
+from usp.predict.traffic import pass_parts, step_traffic
 from usp.train.resolve import job_of
 
 NODE = load_hardware("a800")
@@ -43,43 +42,6 @@ def llama(world_size: int = 16, **flags: object) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "flags"),
-    [
-        (4, {"sp_ring": 2, "sp_ulysses": 2}),
-        (2, {"tp": 2, "tp_sequence_parallel": True}),
-        (1, {"ac": "attention-saved"}),
-        (2, {"model": "qwen3-moe-tiny", "ep": 2, "ac": "selective"}),
-        (1, {"mlp_tile": 300, "ac": "full"}),
-        (2, {"model": "qwen3-moe-tiny", "pp": 2, "batch_size": 2, "micro_batches": 2}),
-        (2, {"fp8": "tensor", "sp_ring": 2, "ac": "full"}),
-        (2, {"fp8": "row", "tp": 2, "tp_sequence_parallel": True, "ac": "selective"}),
-    ],
-    ids=str,
-)
-@pytest.mark.slow
-def test_flops_equal_those_of_the_dry_run(world_size: int, flags: dict[str, object]) -> None:
-    config = TrainConfig(**{"seq_len": 2048, "dtype": "bfloat16", "device": "cpu", **flags})  # type: ignore[arg-type]
-    made = job_of(config, load_model_config(config.model), world_size)
-    assert step_flops(made, 0) == dry_run(config, world_size).flops
-
-
-def step_flops(job: Job, rank: int) -> float:
-    """Return the FLOPs of the products and of attention's visible pairs of which the time is predicted."""
-    flops = 0.0
-    for stage in job.stages(rank):
-        for index, number in job.kinds(stage):
-            products, again = (sum(p.flops for p in some) for some in layer_products(job, job.model.layers[index]))
-            plan = attention_plan(job, rank, job.model.facts.windows[index])
-            pairs = sum(task.visible() for step in plan.ring.steps for task in step.tasks)
-            forward, backward = (pairs * flops_per_pair(job, plan.heads.q_width(0), n) for n in (FORWARD, BACKWARD))
-            flops += number * (3 * products + again + forward * (2 if job.config.ac == "full" else 1) + backward)
-            flops += number * (products + forward) * job.counts_choices
-        if stage == len(job.stage_layers) - 1:
-            flops += sum(p.flops for parts in head_products(job) for p in parts)
-    return job.config.micro_batches * flops
-
-
-@pytest.mark.parametrize(
     "flags",
     [
         {"sp_ulysses": 4, "sp_ring": 2, "ac": "full", "zero": 3},
@@ -88,7 +50,7 @@ def step_flops(job: Job, rank: int) -> float:
     ],
     ids=str,
 )
-def test_a_step_is_the_sum_of_its_passes(flags: dict[str, object]) -> None:
+def test_a_step_is_the_sum_of_its_passes_and_forwards_alone_have_one(flags: dict[str, object]) -> None:
     made = llama(**flags)
     passes = {rank: pass_seconds(made, A800, rank) for rank in made.slowest_ranks}
     sums = [sum(found.values(), PassSeconds()) for found in passes.values()]
@@ -96,12 +58,18 @@ def test_a_step_is_the_sum_of_its_passes(flags: dict[str, object]) -> None:
     assert slowest.total == pytest.approx(step.total - step.bubble, rel=1e-12)
     for axis, transfers in slowest.communication.items():
         assert step.communication[axis] == pytest.approx(transfers)
-    first = passes[0]
-    assert first["recompute"].compute.total == pytest.approx(
-        0.0 if made.config.ac == "none" else first["forward"].compute.total, rel=0.2
-    )
+    times = {kind: passed.compute.total for kind, passed in passes[0].items()}
+    again = times["forward"] if made.config.ac == "full" else 0.0
+    assert times["recompute"] == pytest.approx(again, rel=0.2) and times["forward"] < times["backward"]
     assert max(found["update"].compute.memory for found in passes.values()) == step.optimizer
-    assert (first["count"].total > 0) == made.counts_choices
+    assert (passes[0]["count"].total > 0) == made.counts_choices
+    forwards = replace(made, config=replace(made.config, ac="none"), trained=False, output="logprobs")
+    alone, sent = pass_seconds(forwards, A800, 0), pass_parts(forwards, 0)
+    assert all(not sent[kind] for kind in PASSES if kind != "forward")
+    assert sum(passed.total for passed in alone.values()) == alone["forward"].total
+    # The loss computes its gradients in the forward.
+    assert alone["forward"].compute.total < times["forward"] or made.config.pp > 1
+    assert not any("reduce_scatter" in part.collective for part in sent["forward"])
 
 
 def test_counting_the_choices_of_a_step_takes_a_forward() -> None:

@@ -116,7 +116,7 @@ def test_every_byte_is_predicted(
     for rank, found in enumerate(ranks.run(sent_by_steps, world_size, configs)):
         for number, (flags, job, wire) in enumerate(zip(chosen, jobs, found, strict=True)):
             assert predicted(job, rank, step_traffic(job, rank)) == wire, f"rank {rank} of {world_size}: {flags}"
-            if rank == 3 * number % world_size and flags.get("fp8") != "mx":
+            if rank == 3 * number % world_size and "fp8" not in flags:  # whose first step agrees on more
                 run = dry_run(configs[number], world_size, rank)
                 assert {(sent.ranks, sent.collective): (sent.nbytes, sent.calls) for sent in run.sent} == wire, flags
 
