@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations, product
 
-from usp.planning.rlhf_search import Problem
+from usp.planning.rlhf_search import OptionSpace, Problem, options, work_clock
+from usp.planning.simulator import Simulator
+from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
@@ -56,6 +58,15 @@ class Simple:
 
     def state_load_seconds(self, copy: WeightCopy) -> float:
         return self.state_bytes(copy) / (self.bandwidth / 2)
+
+
+def problem_of(
+    graph: DataflowGraph, space: OptionSpace, size: dict[str, float], memory: float, *, offload: tuple[str, ...] = ()
+) -> Problem:
+    """Return the problem of every option of a space, on a clock that counts work."""
+    found = {call.name: list(options(call, space)) for call in graph.calls}
+    simulator = Simulator(graph, Simple(size), space.world_size)  # type: ignore[arg-type]
+    return Problem(simulator, found, memory, offload, work_clock())
 
 
 def every_plan(problem: Problem) -> Iterator[ExecutionPlan]:

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.usp.planning.estimates import Simple
+from tests.usp.planning.estimates import problem_of
 from tests.usp.rlhf.toy import ppo
 from usp.model.facts import ModelFacts
 from usp.planning.rlhf_question import RlhfChoice, choose_plan
-from usp.planning.rlhf_search import OptionSpace, Problem, baselines, options, work_clock
-from usp.planning.simulator import Simulator
+from usp.planning.rlhf_search import OptionSpace, Problem, baselines
 from usp.rlhf.plan.named_plans import Facts
 from usp.rlhf.plan.plan import from_mapping, to_mapping
 
@@ -22,19 +21,17 @@ FACTS = Facts(4, 2, heads=8, layers=4)
 
 
 def problem(memory: float) -> Problem:
-    estimates = Simple({"actor": 8.0, "ref": 8.0, "critic": 1.0, "reward": 1.0})
-    layouts = {call.name: list(options(call, SPACE)) for call in GRAPH.calls}
-    simulator = Simulator(GRAPH, estimates, 4)  # type: ignore[arg-type]
-    return Problem(simulator, layouts, memory, ("ref", "reward"), work_clock()).that_fit()
+    size = {"actor": 8.0, "ref": 8.0, "critic": 1.0, "reward": 1.0}
+    return problem_of(GRAPH, SPACE, size, memory, offload=("ref", "reward"))
 
 
-def choose(memory: float) -> RlhfChoice:
-    return choose_plan(problem(memory), SPACE, FACTS, report=lambda seconds, simulated, best: None)
+def fitting(memory: float) -> Problem:
+    return problem(memory).that_fit()
 
 
 @pytest.fixture(scope="module")
 def choice() -> RlhfChoice:
-    return choose(memory=24.0)
+    return choose_plan(fitting(24.0), SPACE, FACTS, report=lambda seconds, simulated, best: None)
 
 
 @pytest.mark.slow
@@ -53,19 +50,18 @@ def test_the_chosen_plan_is_as_fast_as_any_other_that_was_looked_at(choice: Rlhf
 
 
 def test_named_plans_get_the_degrees_that_serve_them_best() -> None:
-    much, little = ({one.name: one for one in baselines(problem(memory), SPACE, FACTS)} for memory in (1e9, 20.0))
+    much, little = ({one.name: one for one in baselines(fitting(memory), SPACE, FACTS)} for memory in (1e9, 20.0))
     assert list(much) == ["heuristic", "flattening", "interleaving", "separation"]
     assert much["heuristic"] == little["heuristic"]  # it has no choice
     assert much["flattening"].seconds < little["flattening"].seconds
     assert little["flattening"].peak_bytes <= 20.0
-    tight = {one.name: one for one in baselines(replace(problem(1e9), memory_bytes=1.0), SPACE, FACTS)}
+    tight = {one.name: one for one in baselines(replace(fitting(1e9), memory_bytes=1.0), SPACE, FACTS)}
     assert tight["flattening"].peak_bytes <= little["flattening"].peak_bytes
 
 
 def test_layouts_that_are_not_predicted_in_time_are_left_out() -> None:
-    layouts = {call.name: list(options(call, SPACE)) for call in GRAPH.calls}
-    estimates = Simple({"actor": 8.0, "ref": 8.0, "critic": 1.0, "reward": 1.0})
-    whole = Problem(Simulator(GRAPH, estimates, 4), layouts, 24.0, ("ref", "reward"))  # type: ignore[arg-type]
+    whole = problem(24.0)
+    layouts = whole.options
     told: list[tuple[int, int]] = []
     hurried = whole.that_fit(until=0.0, report=lambda tried, every: told.append((tried, every)))
     assert 0 < told[-1][0] < told[-1][1] == sum(map(len, layouts.values()))

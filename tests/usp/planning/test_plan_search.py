@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.rlhf.real_search import real_space
-from tests.usp.planning.estimates import Simple, every_plan
+from tests.usp.planning.estimates import Simple, every_plan, problem_of
 from tests.usp.rlhf.toy import ppo
 from usp.model.facts import ModelFacts
-from usp.planning.rlhf_search import OptionSpace, Problem, options, search, work_clock
+from usp.planning.rlhf_search import OptionSpace, Problem, options, search
 from usp.planning.simulator import Simulator
 from usp.rlhf.plan.named_plans import Facts, named_plan
 from usp.rlhf.plan.plan import staleness_violations
@@ -21,12 +21,12 @@ SIZES = {"actor": 4.0, "ref": 4.0, "critic": 1.0, "reward": 1.0}
 
 def problem(memory: float, smallest: int = 2) -> Problem:
     """Every call on two or all of four ranks, without pipelines, five of them with tp alone."""
-    space = OptionSpace(4, 4, 64, smallest, max_tp=2)
-    found = {call.name: [o for o in options(call, space) if o.dims.pp == 1] for call in GRAPH.calls}
+    given = problem_of(GRAPH, OptionSpace(4, 4, 64, smallest, max_tp=2), SIZES, memory)
+    found = {name: [o for o in layouts if o.dims.pp == 1] for name, layouts in given.options.items()}
     found["advantages"] = found["advantages"][-1:]
     for name in ("critic_train", "critic_inference", "reward_inference", "ref_inference", "actor_inference"):
         found[name] = [o for o in found[name] if o.dims.tp == 2]
-    return Problem(Simulator(GRAPH, Simple(SIZES), 4), found, memory, clock=work_clock())  # type: ignore[arg-type]
+    return replace(given, options=found)
 
 
 def optimum(of: Problem) -> float:
@@ -61,7 +61,9 @@ def test_the_search_never_ends_above_a_plan_that_it_starts_from() -> None:
 def test_less_memory_needs_a_slower_plan_or_offloading(small: tuple[Problem, float]) -> None:
     assert small[1] < optimum(problem(15.0))
     too_little = problem(14.0, smallest=4)
-    assert not search(too_little).best
+    found = search(too_little)
+    assert not found.best and found.nearest
+    assert found.nearest[0] <= min(too_little.simulator.run(plan).peak_bytes for plan in every_plan(too_little)) * 1.25
     both = ("ref", "critic.optimizer")
     assert search(replace(too_little, offload=both)).best[0][1].offload == set(both)
 
@@ -69,26 +71,13 @@ def test_less_memory_needs_a_slower_plan_or_offloading(small: tuple[Problem, flo
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_search_whose_starts_do_not_fit_begins_where_calls_need_least(depth: int) -> None:
     space, graph = OptionSpace(4, 4, 64, 2, zero=(0, 1), max_tp=2), replace(GRAPH, depth=depth)
-    given = replace(
-        problem(memory=1e9),
-        options={call.name: list(options(call, space)) for call in GRAPH.calls},
-        simulator=Simulator(graph, Simple(SIZES), 4),  # type: ignore[arg-type]
-        offload=("ref", "reward", "actor.optimizer", "critic.optimizer"),
-    )
+    names = ("ref", "reward", "actor.optimizer", "critic.optimizer")
+    given = problem_of(graph, space, SIZES, 1e9, offload=names)
     tight = given.tightest()
     assert not any(staleness_violations(graph, tight))
     needed = given.simulator.run(tight).peak_bytes
     assert search(replace(given, memory_bytes=needed), budget=0.0).best[0][1] == tight
     assert not search(replace(given, memory_bytes=0.99 * needed), budget=0.0).best
-
-
-@pytest.mark.slow
-def test_where_no_plan_fits_the_nearest_is_told() -> None:
-    little = problem(memory=1.0)
-    found = search(little)
-    assert not found.best
-    assert found.nearest
-    assert found.nearest[0] <= min(little.simulator.run(plan).peak_bytes for plan in every_plan(little)) * 1.25
 
 
 def test_rollouts_beside_training_have_ranks_of_their_own() -> None:
