@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 
+from tests.usp.rlhf.toy import ppo
 from usp.planning.rlhf_search import OptionSpace, Problem, options, work_clock
 from usp.planning.simulator import Simulator
-from usp.rlhf.graph import DataflowGraph
+from usp.rlhf.graph import DataflowGraph, TrainStep
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
@@ -58,6 +59,17 @@ class Simple:
 
     def state_load_seconds(self, copy: WeightCopy) -> float:
         return self.state_bytes(copy) / (self.bandwidth / 2)
+
+
+class Objective:
+    head, unit = "logprobs", 1
+
+
+def graph_of_ppo() -> DataflowGraph:
+    """Return PPO whose train steps have the outputs of log-probabilities."""
+    toy, work = ppo(group_size=1), TrainStep(Objective(), mini_batches=2)  # type: ignore[arg-type]
+    calls = tuple(replace(call, work=work) if call.kind == "train_step" else call for call in toy.calls)
+    return replace(toy, calls=calls)
 
 
 def problem_of(
