@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations, product
 
 from tests.usp.rlhf.toy import ppo
+from usp.hf.models import load_model_config, model_facts, scalar_config
+from usp.hf.tensor_parallel import model_shape
+from usp.model.facts import ModelShape
 from usp.planning.rlhf_search import OptionSpace, Problem, options, work_clock
 from usp.planning.simulator import Simulator
 from usp.rlhf.graph import DataflowGraph, TrainStep
@@ -59,6 +63,13 @@ class Simple:
 
     def state_load_seconds(self, copy: WeightCopy) -> float:
         return self.state_bytes(copy) / (self.bandwidth / 2)
+
+
+@cache
+def shape(name: str, scalar: bool = False) -> ModelShape:
+    config = load_model_config(name)
+    config = scalar_config(config) if scalar else config
+    return model_shape(model_facts("", config), config)
 
 
 class Objective:

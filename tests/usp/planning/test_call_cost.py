@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.usp.planning.estimates import Objective
-from usp.hf.models import load_model_config, model_facts
-from usp.hf.tensor_parallel import model_shape
+from tests.usp.planning.estimates import Objective, shape
 from usp.model.facts import ModelShape
 from usp.parallel import Hardware, ParallelDims, load_hardware
 from usp.planning.call_cost import CallCost, CallOptions, CallRows, Calls, packed_rows
@@ -23,11 +21,6 @@ from usp.rlhf.samples import Samples, partition
 
 NODE = load_hardware("a100")
 A100 = replace(NODE, launch_seconds=0.0)  # so that what is read and sent is exact
-
-
-def shape(name: str) -> ModelShape:
-    config = load_model_config(name)
-    return model_shape(model_facts("", config), config)
 
 
 LLAMA = shape("llama3-8b")

@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import cache
 from math import prod
 
 import pytest
 import torch
 
-from tests.usp.planning.estimates import graph_of_ppo
+from tests.usp.planning.estimates import graph_of_ppo, shape
 from tests.usp.rlhf.toy import ppo
-from usp.hf.models import load_model_config, model_facts, scalar_config
-from usp.hf.tensor_parallel import model_shape
-from usp.model.facts import ModelFacts, ModelShape, weight_layout
+from usp.model.facts import ModelFacts, weight_layout
 from usp.parallel import ParallelDims, load_hardware, plan_realloc, realloc_seconds
 from usp.planning.call_cost import CallOptions, Calls
 from usp.planning.estimates import Estimates
@@ -23,14 +20,6 @@ from usp.planning.rlhf_search import OptionSpace, options
 from usp.planning.workload import Workload
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout
-
-
-@cache
-def shape(name: str, scalar: bool = False) -> ModelShape:
-    config = load_model_config(name)
-    config = scalar_config(config) if scalar else config
-    return model_shape(model_facts("", config), config)
-
 
 GRAPH, A100, LINK = graph_of_ppo(), load_hardware("a100"), 20e9
 MODELS = {role: ModelFacts("", 32, 8, 128, 256, (0,) * 32) for role in GRAPH.roles}

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.usp.planning.estimates import graph_of_ppo
-from usp.hf.models import load_model_config, model_facts
-from usp.hf.tensor_parallel import model_shape
+from tests.usp.planning.estimates import graph_of_ppo, shape
 from usp.parallel import Hardware, ParallelDims, load_hardware
 from usp.planning.corrections import VERSION, Corrections, Measured, Profile
 from usp.planning.estimates import layout_key
@@ -26,8 +24,7 @@ from usp.rlhf.runtime.measure import StepLengths
 from usp.train.tuning import Decision
 
 GRAPH, A100 = graph_of_ppo(), load_hardware("a100")
-CONFIG = load_model_config("tiny")
-MODELS = dict.fromkeys(GRAPH.roles, model_shape(model_facts("tiny", CONFIG), CONFIG))
+MODELS = dict.fromkeys(GRAPH.roles, shape("tiny"))
 FACTS = Facts(4, 8, 4, 2)
 SHORT, LONG = (StepLengths((64,) * 32, (length,) * 32, 1) for length in (8, 256))
 

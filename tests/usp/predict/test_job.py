@@ -6,18 +6,13 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.ranks import RankPool
+from tests.usp.predict.jobs import job
 from usp.config import TrainConfig
 from usp.hf.models import empty_model, load_model_config, model_facts, scalar_config
 from usp.hf.tensor_parallel import model_shape
 from usp.parallel import ParallelDims, ParallelMesh
 from usp.predict.job import Job
 from usp.predict.traffic import stage_units
-from usp.train.resolve import job_of
-
-
-def job(world_size: int, **flags: object) -> Job:
-    config = TrainConfig(**flags)  # type: ignore[arg-type]
-    return job_of(config, load_model_config(config.model), world_size)
 
 
 @pytest.mark.parametrize("model", ["tiny", "qwen3-tiny", "mixtral-tiny", "llama3-8b"])
