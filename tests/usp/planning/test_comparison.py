@@ -129,19 +129,12 @@ def test_the_fastest_that_fits_comes_first_and_others_say_why_they_do_not(capsys
     assert "most for optimizer states" in lines["ring"]["reason"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--world-size", "0", "--global-batch-size", "-1"], "--global-batch-size = -1 must be at least 1"),
-        (["--json", "--markdown"], "give one"),
-    ],
-)
-def test_nonsense_is_refused_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*TINY, *arguments]) == 1
-    shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.count("\n") == 1 and message in shown.err
+def test_nonsense_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    negative = ["--world-size", "0", "--global-batch-size", "-1"], "--global-batch-size = -1 must be at least 1"
+    for arguments, message in (negative, (["--json", "--markdown"], "give one")):
+        assert main([*TINY, *arguments]) == 1
+        shown = capsys.readouterr()
+        assert shown.out == "" and shown.err.count("\n") == 1 and message in shown.err
 
 
 def test_sequence_lengths_are_parsed() -> None:
