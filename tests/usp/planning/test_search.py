@@ -273,6 +273,7 @@ def test_training_accepts_the_file_of_a_plan(
 
 def test_an_impossible_plan_states_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, message in (
+        (["--tp", "2"], "nrecognized options: --tp"),
         (["--world-size", "0", "--global-batch-size", "0"], "--world-size = 0 must be at least 1"),
         (["--out", "plan.txt"], "--out plan.txt must end in .yaml or .yml"),
     ):
