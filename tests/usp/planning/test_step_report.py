@@ -46,7 +46,6 @@ def test_parts_add_up_and_both_mfus_are_those_of_their_papers(capsys: pytest.Cap
 
 
 SHORT: dict[str, Any] = {"seq_len": 64, "batch_size": 8, "micro_batches": 8}  # most is read and written of weights
-LONG: dict[str, Any] = {"seq_len": 2048}
 
 
 @pytest.mark.parametrize(
@@ -57,30 +56,21 @@ LONG: dict[str, Any] = {"seq_len": 2048}
         ({"model": "tiny", **SHORT, "zero": 1}, [], 4),
         ({"model": "tiny", **SHORT, "zero": 3}, [], 1),
         ({"model": "qwen3-moe-tiny", **SHORT, "ep": 2}, ["ep"], 4),
-        ({"sp_ring": 2, "sp_ulysses": 2, **LONG}, None, 4),
-        ({"tp": 2, "tp_sequence_parallel": True, "ac": "attention-saved", **LONG}, None, 2),
-        ({"model": "qwen3-moe-tiny", "ep": 2, "ac": "selective", **LONG}, None, 2),
-        ({"mlp_tile": 300, "ac": "full", **LONG}, None, 1),
-        ({"model": "qwen3-moe-tiny", "pp": 2, "batch_size": 2, "micro_batches": 2, **LONG}, None, 2),
-        ({"fp8": "tensor", "sp_ring": 2, "ac": "full", **LONG}, None, 2),
-        ({"fp8": "row", "tp": 2, "tp_sequence_parallel": True, "ac": "selective", **LONG}, None, 2),
     ],
     ids=str,
 )
-@pytest.mark.slow
-def test_a_dry_run_takes_the_compute_of_the_formulas(flags: dict[str, Any], axes: list[str] | None, world: int) -> None:
-    """`axes`: of which exposed messages agree. Formulas leave out operators that a dry run counts, such as casts."""
-    config, hardware = TrainConfig(**{"dtype": "bfloat16", **flags}), "h100"
+@pytest.mark.slow(full=2)
+def test_a_dry_run_takes_the_compute_of_the_formulas(flags: dict[str, Any], axes: list[str], world: int) -> None:
+    """Formulas leave out memory-bound operators that a dry run counts, such as casts of rotary tables."""
+    config, hardware = TrainConfig(dtype="bfloat16", **flags), "h100"
     job = job_of(config, trained_model(config, weights=False), world)
     formula = StepReport(job, load_hardware(hardware))
     counted = replace(formula, runs=(dry_run(config, world, world - 1),))
     ours, theirs = counted.time, formula.time
     assert ours.compute.matmul == pytest.approx(theirs.compute.matmul, rel=1e-6)
     assert ours.compute.attention == pytest.approx(theirs.compute.attention, rel=1e-6)
-    assert ours.causal_flops == theirs.causal_flops
-    if axes is None:
-        return
     assert 1 < ours.compute.memory / theirs.compute.memory < 1.3
+    assert ours.causal_flops == theirs.causal_flops
     for axis in axes:
         assert ours.communication[axis].exposed == pytest.approx(theirs.communication[axis].exposed, rel=0.01)
     assert counted.memory.peak.total == pytest.approx(formula.memory.peak.total, rel=0.05)

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.usp.predict.jobs import job, llama
 from tests.usp.rlhf.test_dry_run import GRPO, step_of
-from tests.usp.tiny import CONFIGS
+from tests.usp.tiny import tiny_model
 from usp.config import TrainConfig
-from usp.hf.models import load_model_config, model_facts
+from usp.hf.models import model_facts
 from usp.hf.tensor_parallel import model_shape
 from usp.parallel import PP_SCHEDULES, PipelineSchedule, load_hardware
 from usp.predict.job import Action, Job, Schedule, actions
@@ -51,20 +51,14 @@ OFFLOADED: list[tuple[int, dict[str, Any]]] = [
         *(pytest.param(world_size, flags, marks=pytest.mark.exhaustive) for world_size, flags in OFFLOADED),
         (4, {"seq_len": 16384, "zero": 2, "micro_batches": 2, "batch_size": 2}),
         (4, {"seq_len": 16384, "fp8": "tensor", "ac": "attention-saved"}),
-        (8, {"model": "llama3-8b", "seq_len": 8192, "sp_ring": 2, "zero": 1, "compile": True} | _TWO),
+        (8, {"model": "llama3-8b", "seq_len": 8192, "sp_ring": 2, "zero": 1, "ac": "none", "compile": True} | _TWO),
         pytest.param(8, {"model": "llama3-8b", "seq_len": 8192, "fp8": "tensor"}, marks=pytest.mark.exhaustive),
         pytest.param(8, {"model": "llama3-8b", "seq_len": 8192, "fp8": "row"}, marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
 )
 @pytest.mark.slow
-def test_the_peak_is_near_that_of_the_dry_run(world_size: int, flags: dict[str, Any], tmp_path: Path) -> None:
-    if flags.get("compile"):
-        shallow = load_model_config(flags["model"])
-        shallow.num_hidden_layers = 4
-        shallow.save_pretrained(tmp_path)
-        flags = flags | {"model": str(tmp_path)}
-        eager = footprint(job(world_size, **flags | {"compile": False}), 0)
+def test_the_peak_is_near_that_of_the_dry_run(world_size: int, flags: dict[str, Any]) -> None:
     formula = footprint(job(world_size, **flags), 0)
     measured = dry_run(TrainConfig(**flags), world_size, 0)
     assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
@@ -72,7 +66,7 @@ def test_the_peak_is_near_that_of_the_dry_run(world_size: int, flags: dict[str, 
     assert rank_host_bytes(job(world_size, **flags), 0) == formula.host
     states = 0 if measured.config.optim_offload else formula.parameters + formula.optimizer
     assert states == pytest.approx(measured.start_bytes, rel=0.001, abs=2**12)  # buffers stay
-    assert not flags.get("compile") or measured.peak_bytes < 0.95 * eager.peak.total
+    assert not flags.get("compile") or max(formula.peak.total, measured.peak_bytes) < 71 * 2**30  # and 84.2 eager
 
 
 @pytest.mark.parametrize("rank", range(2))
@@ -82,21 +76,19 @@ def test_the_peak_is_near_that_of_the_dry_run(world_size: int, flags: dict[str, 
     [
         ("llama-deep", {"pp_schedule": "zero-bubble", "zero": 1}),
         ("llama-eight", {"pp_schedule": "interleaved-1f1b", "pp_stages_per_rank": 4}),
-        ("qwen3-tied-deep", {}),
     ],
 )
 def test_the_peak_of_a_pipeline_is_near_that_of_the_dry_run(
     rank: int, family: str, pipeline: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Check zero-bubble, which keeps a micro-batch's graph and output gradients until the weight half, more stages, and
-    the copy of a tied embedding on the last stage."""
-    config = CONFIGS[family]()
-    config.max_position_embeddings = 2048
-    config.save_pretrained(tmp_path)
+    """Check zero-bubble, which keeps a micro-batch's graph and output gradients until the weight half, and more
+    stages."""
+    model = tiny_model(family)
+    model.config.max_position_embeddings = 4096
+    model.save_pretrained(tmp_path)
     four = {"pp": 2, "micro_batches": 4, "batch_size": 4}
-    flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 2048, **four, **pipeline}
+    flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 4096, **four, **pipeline}
     formula, measured = footprint(job(2, **flags), rank), dry_run(TrainConfig(**flags), 2, rank)
-    assert formula.parameters + formula.optimizer == pytest.approx(measured.start_bytes, rel=0.001)
     assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
 
 
@@ -135,6 +127,16 @@ def test_an_approximate_peak_is_near_that_of_the_dry_run(
     assert states == pytest.approx(measured.start_bytes, rel=0.01, abs=2**16)
     assert 0 < least_seconds(asked, H100) < step_seconds(asked, H100).total
     assert {sent.axis for sent in step_traffic(asked, 0)} <= {"fsdp", "efsdp", "loss", "ring"}
+
+
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.slow
+def test_the_last_stage_has_a_copy_of_a_tied_embedding(rank: int, tmp_path: Path) -> None:
+    tiny_model("qwen3-tied-deep").save_pretrained(tmp_path)
+    flags: dict[str, Any] = {"model": str(tmp_path), "seq_len": 256, "pp": 2, "micro_batches": 2, "batch_size": 2}
+    formula, measured = footprint(job(2, **flags), rank), dry_run(TrainConfig(**flags), 2, rank)
+    assert formula.parameters + formula.optimizer == pytest.approx(measured.start_bytes, rel=0.001)
+    assert formula.peak.total == pytest.approx(measured.peak_bytes, rel=0.05)
 
 
 def test_frozen_weights_have_no_gradients_to_sum_over_micro_batches() -> None:

@@ -1,4 +1,4 @@
-"""The time model: transfers overlap with compute, and more work takes longer. FLOPs: test_step_report."""
+"""The time model: FLOPs equal those of a dry run, transfers overlap with compute, and more work takes longer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 
 from benchmarks.published.magi import attention_seconds
 from tests.usp.predict.jobs import job, llama
+from usp.config import TrainConfig
+from usp.hf.models import load_model_config
 from usp.parallel import load_hardware
-from usp.predict.compute import Product, layer_seconds
+from usp.predict.compute import BACKWARD, FORWARD, Product, flops_per_pair, head_products, layer_products, layer_seconds
 from usp.predict.job import PASSES, Job, Stack
 from usp.predict.seconds import (
     OVERLAPPED,
@@ -23,11 +25,50 @@ from usp.predict.seconds import (
     pass_seconds,
     step_seconds,
 )
-from usp.predict.traffic import pass_parts, step_traffic
+from usp.predict.traffic import attention_plan, pass_parts, step_traffic
+from usp.train.dry_run import dry_run
+from usp.train.resolve import job_of
 
 NODE = load_hardware("a800")
 # Overlapped communication is free here, so that what overlaps and what is exposed are exact.
 A800 = replace(NODE, tiers=tuple(replace(tier, overlap=1.0) for tier in NODE.tiers))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        (4, {"sp_ring": 2, "sp_ulysses": 2}),
+        (2, {"tp": 2, "tp_sequence_parallel": True}),
+        (1, {"ac": "attention-saved"}),
+        (2, {"model": "qwen3-moe-tiny", "ep": 2, "ac": "selective"}),
+        (1, {"mlp_tile": 300, "ac": "full"}),
+        (2, {"model": "qwen3-moe-tiny", "pp": 2, "batch_size": 2, "micro_batches": 2}),
+        (2, {"fp8": "tensor", "sp_ring": 2, "ac": "full"}),
+        (2, {"fp8": "row", "tp": 2, "tp_sequence_parallel": True, "ac": "selective"}),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_flops_equal_those_of_the_dry_run(world_size: int, flags: dict[str, object]) -> None:
+    config = TrainConfig(**{"seq_len": 2048, "dtype": "bfloat16", "device": "cpu", **flags})  # type: ignore[arg-type]
+    made = job_of(config, load_model_config(config.model), world_size)
+    assert step_flops(made, 0) == dry_run(config, world_size).flops
+
+
+def step_flops(job: Job, rank: int) -> float:
+    """Return the FLOPs of the products and of attention's visible pairs of which the time is predicted."""
+    flops = 0.0
+    for stage in job.stages(rank):
+        for index, number in job.kinds(stage):
+            products, again = (sum(p.flops for p in some) for some in layer_products(job, job.model.layers[index]))
+            plan = attention_plan(job, rank, job.model.facts.windows[index])
+            pairs = sum(task.visible() for step in plan.ring.steps for task in step.tasks)
+            forward, backward = (pairs * flops_per_pair(job, plan.heads.q_width(0), n) for n in (FORWARD, BACKWARD))
+            flops += number * (3 * products + again + forward * (2 if job.config.ac == "full" else 1) + backward)
+            flops += number * (products + forward) * job.counts_choices
+        if stage == len(job.stage_layers) - 1:
+            flops += sum(p.flops for parts in head_products(job) for p in parts)
+    return job.config.micro_batches * flops
 
 
 @pytest.mark.parametrize(
