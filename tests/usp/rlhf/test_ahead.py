@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.harness.ranks import RankPool
 from tests.usp.rlhf.test_numerics import (
@@ -79,13 +77,8 @@ def shown_of(graph: DataflowGraph) -> tuple[str, ...]:
     return tuple(key for key in SHOWN if key in graph.producers)
 
 
-def trained_weights(executor: Executor) -> dict[str, Tensor]:
-    return weights_of({role: model for role, model in executor.copies.trained.items() if isinstance(model, RoleModel)})
-
-
-def run_ahead(name: str, changed: Callable[[DataflowGraph, int], ExecutionPlan] | None = None) -> Result:
-    """Return what steps tell, with samples in flight when the plan is `changed` before each."""
-    executor, graph, _ = begun(name, "separation", depth=1)
+def run_ahead(name: str) -> Result:
+    executor, graph, trained = begun(name, "separation", depth=1)
 
     def asked(number: int) -> StepInput:
         return StepInput(given(name, number), number, seed=number)
@@ -93,13 +86,11 @@ def run_ahead(name: str, changed: Callable[[DataflowGraph, int], ExecutionPlan] 
     assert executor.run(asked(1)) is None
     told: Steps = []
     for number in range(1, STEPS + 1):
-        if changed:
-            executor.change_plan(changed(graph, number))
         result = executor.run(asked(number + 1) if number < STEPS else None)
         assert result is not None
         if result.samples is not None:
             told.append((result.metrics, {key: list(result.samples[key]) for key in shown_of(graph)}))
-    return told, trained_weights(executor)
+    return told, weights_of(trained)
 
 
 def run_alone(name: str) -> Result:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.harness.ranks import RankPool
-from tests.usp.rlhf.test_ahead import AHEAD, STEPS, executor_of, run_ahead, run_alone, shown_of, trained_weights
+from tests.usp.rlhf.test_ahead import AHEAD, STEPS, executor_of, run_alone, shown_of
 from tests.usp.rlhf.test_numerics import (
     ALGORITHMS,
     Result,
@@ -20,6 +20,7 @@ from tests.usp.rlhf.test_numerics import (
     given,
     plan_of,
     run,
+    weights_of,
 )
 from tests.usp.tiny import VOCAB
 from usp.parallel import ParallelDims, ProcessGroups
@@ -27,6 +28,7 @@ from usp.rlhf.algorithms.registry import build_graph
 from usp.rlhf.graph import DataflowGraph
 from usp.rlhf.plan.named_plans import separation
 from usp.rlhf.plan.plan import ExecutionPlan, optimizer_of
+from usp.rlhf.roles.role_model import RoleModel
 from usp.rlhf.runtime.copies import CopyOptions
 from usp.rlhf.runtime.executor import Executor, StepInput
 from usp.rlhf.runtime.rollouts import RolloutOptions
@@ -66,17 +68,38 @@ def run_switching(algorithm: str, plans: tuple[str, ...]) -> Result:
     return told, trained_weights(executor)
 
 
-def in_turn(graph: DataflowGraph, number: int) -> ExecutionPlan:
-    """Return separation, or another plan in which as many data-parallel ranks generate."""
-    other = facts(dims=ParallelDims(tp=2), rollout_dims=ParallelDims(ulysses=2), zero=1)
-    return separation(graph, other) if number % 2 else plan_of("separation", graph)
+def trained_weights(executor: Executor) -> dict[str, torch.Tensor]:
+    return weights_of({role: model for role, model in executor.copies.trained.items() if isinstance(model, RoleModel)})
+
+
+def run_ahead_switching(name: str) -> Result:
+    """Like `run_ahead`, with samples in flight when the plan changes."""
+    graph = build_graph(*AHEAD[name])
+    executor = executor_of(graph, plan_of("separation", graph), {})
+
+    def asked(number: int) -> StepInput:
+        return StepInput(given(name, number), number, seed=number)
+
+    assert executor.run(asked(1)) is None
+    told: Steps = []
+    for number in range(1, STEPS + 1):
+        changed = facts(dims=ParallelDims(tp=2), rollout_dims=ParallelDims(ulysses=2), zero=1)
+        executor.change_plan(separation(graph, changed) if number % 2 else plan_of("separation", graph))
+        result = executor.run(asked(number + 1) if number < STEPS else None)
+        assert result is not None
+        if result.samples is not None:
+            told.append((result.metrics, {key: list(result.samples[key]) for key in shown_of(graph)}))
+    return told, trained_weights(executor)
 
 
 def run_begun(switches: bool) -> Result:
-    """Steps that take the prompts that are complete first, while the others go on: under one plan, or two in turn."""
+    """Steps that take the prompts that are complete first, while the others go on: under one plan, or in turn under two
+    in which as many data-parallel ranks generate."""
     name, options = AHEAD["corrected"]
     generate = replace(options.generate, partial=True, max_new_tokens=12, stop_ids=tuple(range(0, VOCAB, 9)))
     graph = build_graph(name, replace(options, generate=generate))
+    plans = [plan_of("separation", graph)]
+    plans.append(separation(graph, facts(dims=ParallelDims(tp=2), rollout_dims=ParallelDims(ulysses=2), zero=1)))
 
     def draw(tickets: Sequence[int]) -> Samples:
         indices = [torch.tensor(ticket) for ticket in tickets]
@@ -85,7 +108,7 @@ def run_begun(switches: bool) -> Result:
 
     rollouts = RolloutOptions(4, 1.5, 2, STEPS + 2, draw, seed=3)
     copies = CopyOptions(ProcessGroups(), builder({}), torch.device("cpu"), 4)
-    executor = Executor(graph, in_turn(graph, 0), copies, collect=shown_of(graph), rollouts=rollouts)
+    executor = Executor(graph, plans[0], copies, collect=shown_of(graph), rollouts=rollouts)
     told: Steps = []
     left = []
     for number in range(1, STEPS + 4):
@@ -94,7 +117,7 @@ def run_begun(switches: bool) -> Result:
             sum(tokens for of in executor.rollouts.states.values() for tokens, complete, *_ in of if not complete)
         )
         if switches and number > 1:
-            executor.change_plan(in_turn(graph, number))
+            executor.change_plan(plans[number % 2])
         new = StepInput(draw(()), number, seed=number) if number <= STEPS + 2 else None
         result = executor.run(new)
         if result is not None and result.samples is not None:
@@ -104,7 +127,7 @@ def run_begun(switches: bool) -> Result:
 
 
 def run_both(sequences: dict[str, list[tuple[str, ...]]], ahead: tuple[str, ...]) -> dict[str, Result]:
-    found = {f"{name} ahead": run_ahead(name, in_turn) for name in ahead}
+    found = {f"{name} ahead": run_ahead_switching(name) for name in ahead}
     found |= {f"{name} ahead, alone": run_alone(name) for name in ahead}
     found |= {"begun": run_begun(switches=True), "begun alone": run_begun(switches=False)}
     for algorithm, of in sequences.items():
