@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -20,48 +22,30 @@ from usp.run.failures import ConfigurationError, Ending, TrainingDiverged, end, 
 from usp.run.launch import Launch, choose_device, set_library_defaults
 from usp.train.checkpoints import find_start
 
-
-def test_no_flags_are_the_defaults() -> None:
-    assert parse([], TrainConfig) == TrainConfig()
-
-
-def test_flags_set_fields() -> None:
-    config = parse(["--sp-ulysses", "4", "--sp-ring=2", "--learning-rate", "1e-4", "--output", "out"], TrainConfig)
-    assert config == TrainConfig(sp_ulysses=4, sp_ring=2, learning_rate=1e-4, output="out")
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("run.yaml", "sp-ring: 2\nlearning-rate: 3e-4\n"),
-        ("run.yml", "sp_ring: 2\nlearning_rate: 0.0003\n"),
-        ("run.toml", "sp-ring = 2\nlearning-rate = 3e-4\n"),
-    ],
-)
-@pytest.mark.slow(but=1)
-def test_flags_override_a_file(tmp_path: Path, name: str, text: str) -> None:
-    file = tmp_path / name
-    file.write_text(text)
-    assert parse(["--config", str(file)], TrainConfig) == TrainConfig(sp_ring=2, learning_rate=3e-4)
-    assert parse(["--sp-ring", "8", f"--config={file}"], TrainConfig) == TrainConfig(sp_ring=8, learning_rate=3e-4)
+CASES: list[tuple[str, str, list[str], TrainConfig]] = [  # a file, its text, flags, and what they make
+    ("", "", [], TrainConfig()),
+    (
+        "",
+        "",
+        ["--sp-ulysses", "4", "--sp-ring=2", "--output", "out"],
+        TrainConfig(sp_ulysses=4, sp_ring=2, output="out"),
+    ),
+    ("a.yaml", "sp-ring: 2\nlearning-rate: 3e-4\n", [], TrainConfig(sp_ring=2, learning_rate=3e-4)),
+    ("a.yml", "sp_ring: 2\n", ["--sp-ring", "8"], TrainConfig(sp_ring=8)),
+    ("a.toml", "sp-ring = 2\nlearning-rate = 3e-4", [], TrainConfig(sp_ring=2, learning_rate=3e-4)),
+    ("a.yaml", "engine: fsdp2\nlora_dora: false\n", [], TrainConfig()),  # what is always done
+    ("a.yaml", "", [], TrainConfig()),
+    ("a.yaml", yaml.safe_dump(asdict(TrainConfig(max_grad_norm=math.inf))), [], TrainConfig(max_grad_norm=math.inf)),
+]
 
 
-def test_a_saved_configuration_can_be_loaded(tmp_path: Path) -> None:
-    config = TrainConfig(sp_ulysses=2, max_grad_norm=float("inf"), learning_rate=1e-5)
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(asdict(config)))
-    assert parse(["--config", str(file)], TrainConfig) == config
-
-
-def test_keys_that_say_what_is_always_done_are_read(tmp_path: Path) -> None:
-    (tmp_path / "old.yaml").write_text("engine: fsdp2\nlora_dora: false\nsp_ring: 2\n")
-    for kind in (TrainConfig, TimeConfig):
-        assert parse(["--config", str(tmp_path / "old.yaml")], kind).sp_ring == 2
-
-
-def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "empty.yaml").touch()
-    assert parse(["--config", str(tmp_path / "empty.yaml")], TrainConfig) == TrainConfig()
+@pytest.mark.parametrize(("name", "text", "flags", "expected"), CASES)
+@pytest.mark.slow(but=3)
+def test_flags_override_a_file(tmp_path: Path, name: str, text: str, flags: list[str], expected: TrainConfig) -> None:
+    (file := tmp_path / (name or "unused")).write_text(text)
+    assert parse([*flags, *([f"--config={file}"] if name else [])], TrainConfig) == expected
+    if name:
+        assert parse(["--config", str(file), *flags], TimeConfig).sp_ring == expected.sp_ring
 
 
 @pytest.mark.parametrize(
@@ -84,29 +68,23 @@ def test_a_wrong_file_is_refused(tmp_path: Path, name: str, text: str | None, sa
         parse(["--config", str(tmp_path / name)], TrainConfig)
 
 
-def test_help_names_every_field_and_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse(["--help"], TrainConfig)
-    shown = capsys.readouterr().out
-    assert stop.value.code == 0
-    for name in [*asdict(TrainConfig()), "config"]:
-        assert re.search(f"--{name.replace('_', '-')}[ ,]", shown), name
-    assert "llama3-8b" in shown and "{contiguous,zigzag,striped,balanced,auto}" in shown
-
-
-def test_a_prediction_takes_the_flags_that_change_it_and_files_of_train_py(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("kind", "without"), [(TrainConfig, ()), (TimeConfig, UNPREDICTED)])
+def test_help_names_the_flags_that_have_an_effect(
+    kind: type[TrainConfig], without: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--help"], TimeConfig, without=UNPREDICTED)
-    shown = capsys.readouterr().out
-    for name in asdict(TimeConfig()):  # its own --hardware is a flag
-        assert bool(re.search(f"--{name.replace('_', '-')}[ ,]", shown)) == (
-            name == "hardware" or name not in UNPREDICTED
-        ), name
-    (tmp_path / "run.yaml").write_text("seed: 3\nsp_ring: 2\n")
-    read = parse(["--sp-ulysses", "4", "--config", str(tmp_path / "run.yaml")], TimeConfig, without=UNPREDICTED)
-    assert read == TimeConfig(seed=3, sp_ring=2, sp_ulysses=4)
+    for shows in (False, True):
+        with pytest.raises(SystemExit) as stop:
+            parse(["--help"], kind, without=without, show_help=shows)
+        assert stop.value.code == 0
+        shown = capsys.readouterr().out
+        assert bool(shown) == shows
+    for name in [*asdict(kind()), "config"]:
+        named = bool(re.search(f"--{name.replace('_', '-')}[ ,]", shown))
+        assert named == (name == "hardware" or name not in without), name  # a prediction has its own --hardware
+    assert "llama3-8b" in shown and "{contiguous,zigzag,striped,balanced,auto}" in shown
+    (tmp_path / "run.yaml").write_text("seed: 3\nsp_ring: 2\n")  # a file has them all
+    read = parse(["--sp-ulysses", "4", "--config", str(tmp_path / "run.yaml")], kind, without=without)
+    assert read == kind(seed=3, sp_ring=2, sp_ulysses=4)
 
 
 @pytest.mark.parametrize(
@@ -125,20 +103,12 @@ def test_a_wrong_flag_is_refused(capsys: pytest.CaptureFixture[str], args: list[
     assert capsys.readouterr().err == ""
 
 
-def test_help_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--help"], TrainConfig, show_help=False)
-    assert capsys.readouterr().out == ""
-
-
-def test_a_refused_configuration_exits_with_2_and_one_message(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", "nowhere.yaml"], {}) == 2
-    assert capsys.readouterr().err == "error: --config nowhere.yaml: no such file\n"
-
-
-def test_the_error_is_written_for_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_configuration_exits_with_2_and_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     error_file = tmp_path / "error.json"
-    main(["--config", "nowhere.yaml"], {"TORCHELASTIC_ERROR_FILE": str(error_file)})
+    assert main(["--config", "nowhere.yaml"], {"TORCHELASTIC_ERROR_FILE": str(error_file)}) == 2
+    assert capsys.readouterr().err == "error: --config nowhere.yaml: no such file\n"
     assert "nowhere.yaml: no such file" in error_file.read_text()
 
 
@@ -175,29 +145,30 @@ def test_without_a_launcher_one_process_uses_all_cores() -> None:
     assert Launch.from_environment(many).threads == 1
 
 
-def test_a_device_that_torch_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(
-        ValueError, match=r"--device cuda: torch sees no GPU on this host: install .* or use --device cpu"
-    ):
-        choose_device("cuda", Launch())
-    assert choose_device("auto", Launch()).type == "cpu"
+FOUR = Launch(3, 4, 3, 4, rendezvous=True)
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(ValueError, match="4 processes on this host need a GPU each, but torch sees 2"):
-        choose_device("auto", Launch(0, 4, 0, 4))
-    assert choose_device("cpu", Launch(0, 4, 0, 4)).type == "cpu"
-    assert choose_device("cuda", Launch(3, 4, 1, 2)).index == 1
-
-
-def test_a_process_that_sees_only_its_own_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    launched = Launch(3, 4, 3, 4, rendezvous=True)
-    assert choose_device("auto", launched).index == 0
-    with pytest.raises(ValueError, match="torch sees 1"):  # torchrun shows all GPUs to every process
-        choose_device("auto", replace(launched, run_id="none"))
+@pytest.mark.parametrize(
+    ("gpus", "asked", "launch", "found"),
+    [
+        (0, "cuda", Launch(), r"--device cuda: torch sees no GPU on this host: install .* or use --device cpu"),
+        (0, "auto", Launch(), "cpu"),
+        (2, "auto", FOUR, "4 processes on this host need a GPU each, but torch sees 2"),
+        (2, "cpu", FOUR, "cpu"),
+        (2, "cuda", Launch(3, 4, 1, 2), "cuda:1"),
+        (1, "auto", FOUR, "cuda:0"),  # which it alone sees
+        (1, "auto", replace(FOUR, run_id="none"), "torch sees 1"),  # torchrun shows all GPUs to every process
+    ],
+)
+def test_a_process_takes_its_device(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, asked: str, launch: Launch, found: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    if " " not in found:
+        assert str(choose_device(asked, launch)) == found
+        return
+    with pytest.raises(ValueError, match=found):
+        choose_device(asked, launch)
 
 
 def test_libraries_have_defaults_that_the_environment_overrides() -> None:
@@ -233,12 +204,15 @@ def test_only_the_first_failure_of_an_attempt_is_printed(
 ) -> None:
     monkeypatch.setattr("usp.run.failures.LAUNCHER_SECONDS", 0.5)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    said = []
-    for rank, attempt in ((2, 0), (0, 0), (1, 0), (1, 1)):
-        launch = Launch(rank, 4, agent_store=("localhost", store.port), attempt=attempt)
-        assert end(Ending(f"rank {rank}", 1), launch, None) == 1
-        said.append(capsys.readouterr().err)
-    assert said == ["rank 2\n", "", "", "rank 1\n"]
+    agent = {"agent_store": ("localhost", store.port)}
+    for rank, attempt, found, said in (
+        (2, 0, agent, "2"),
+        (0, 0, agent, ""),
+        (1, 0, agent, ""),
+        (1, 1, agent, "1"),
+    ):
+        assert end(Ending(f"{rank}", 1), Launch(rank, 4, attempt=attempt, **found), None) == 1
+        assert capsys.readouterr().err == (said and said + "\n")
 
 
 def test_without_a_store_every_rank_prints_in_the_end(
@@ -246,7 +220,5 @@ def test_without_a_store_every_rank_prints_in_the_end(
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr("time.sleep", waited.append)
-    for rank in (0, 1):
-        end(Ending(f"rank {rank}", 1), Launch(rank, 2), None)
-    assert capsys.readouterr().err == "rank 0\nrank 1\n"
-    assert len(waited) == 1
+    assert [end(Ending(f"rank {rank}", 1), Launch(rank, 2), None) for rank in (0, 1)] == [1, 1]
+    assert capsys.readouterr().err == "rank 0\nrank 1\n" and len(waited) == 1

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import combinations, product
 
-from usp.planning.rlhf_search import Problem
+from tests.usp.rlhf.toy import ppo
+from usp.hf.models import load_model_config, model_facts, scalar_config
+from usp.hf.tensor_parallel import model_shape
+from usp.model.facts import ModelShape
+from usp.planning.rlhf_search import OptionSpace, Problem, options, work_clock
+from usp.planning.simulator import Simulator
+from usp.rlhf.graph import DataflowGraph, TrainStep
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
 
@@ -56,6 +63,33 @@ class Simple:
 
     def state_load_seconds(self, copy: WeightCopy) -> float:
         return self.state_bytes(copy) / (self.bandwidth / 2)
+
+
+@cache
+def shape(name: str, scalar: bool = False) -> ModelShape:
+    config = load_model_config(name)
+    config = scalar_config(config) if scalar else config
+    return model_shape(model_facts("", config), config)
+
+
+class Objective:
+    head, unit = "logprobs", 1
+
+
+def graph_of_ppo() -> DataflowGraph:
+    """Return PPO whose train steps have the outputs of log-probabilities."""
+    toy, work = ppo(group_size=1), TrainStep(Objective(), mini_batches=2)  # type: ignore[arg-type]
+    calls = tuple(replace(call, work=work) if call.kind == "train_step" else call for call in toy.calls)
+    return replace(toy, calls=calls)
+
+
+def problem_of(
+    graph: DataflowGraph, space: OptionSpace, size: dict[str, float], memory: float, *, offload: tuple[str, ...] = ()
+) -> Problem:
+    """Return the problem of every option of a space, on a clock that counts work."""
+    found = {call.name: list(options(call, space)) for call in graph.calls}
+    simulator = Simulator(graph, Simple(size), space.world_size)  # type: ignore[arg-type]
+    return Problem(simulator, found, memory, offload, work_clock())
 
 
 def every_plan(problem: Problem) -> Iterator[ExecutionPlan]:

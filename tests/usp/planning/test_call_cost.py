@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from usp.hf.models import load_model_config, model_facts
-from usp.hf.tensor_parallel import model_shape
+from tests.usp.planning.estimates import Objective, shape
 from usp.model.facts import ModelShape
 from usp.parallel import Hardware, ParallelDims, load_hardware
 from usp.planning.call_cost import CallCost, CallOptions, CallRows, Calls, packed_rows
@@ -24,16 +23,7 @@ NODE = load_hardware("a100")
 A100 = replace(NODE, launch_seconds=0.0)  # so that what is read and sent is exact
 
 
-def shape(name: str) -> ModelShape:
-    config = load_model_config(name)
-    return model_shape(model_facts("", config), config)
-
-
 LLAMA = shape("llama3-8b")
-
-
-class Objective:
-    head, unit = "logprobs", 1
 
 
 WORKS: dict[str, Any] = {
@@ -44,11 +34,18 @@ WORKS: dict[str, Any] = {
 LOAD = Workload.of(prompts=32, group_size=4, prompt_tokens=512, quantiles=(64, 256, 1024))
 
 
-def cost(kind: str, load: Workload = LOAD, ranks: Any = range(8), model: ModelShape = LLAMA, **how: Any) -> CallCost:
-    options = {name: how.pop(name) for name in ("zero", "ac", "tp_sequence_parallel") if name in how}
-    dims = ParallelDims(**how).resolve(len(ranks))
-    layout = CallLayout(tuple(ranks), dims, **options)
-    return Calls(layout, model, load, A100, CallOptions()).cost(ModelCall(kind, "actor", WORKS[kind], ()))
+def cost(
+    kind: str,
+    load: Workload = LOAD,
+    ranks: Any = range(8),
+    model: ModelShape = LLAMA,
+    node: Hardware = A100,
+    options: CallOptions | None = None,
+    **how: Any,
+) -> CallCost:
+    of_layout = {name: how.pop(name) for name in ("zero", "ac", "tp_sequence_parallel") if name in how}
+    layout = CallLayout(tuple(ranks), ParallelDims(**how).resolve(len(ranks)), **of_layout)
+    return Calls(layout, model, load, node, options or CallOptions()).cost(ModelCall(kind, "actor", WORKS[kind], ()))
 
 
 def stepped(samples: list[Sample], slots: int, ranks: int, multiple: int) -> tuple[int, int, list[tuple[int, int]]]:
@@ -133,30 +130,25 @@ def test_a_decode_step_reads_the_weights_and_the_cache() -> None:
     assert shared.cache_bytes == pytest.approx(found.cache_bytes / 4, rel=0.01)
 
 
-def test_a_decode_step_takes_the_host_as_long_as_it_launches() -> None:
+def test_a_call_takes_the_host_as_long_as_it_launches() -> None:
     load = Workload.of(prompts=1, group_size=1, prompt_tokens=64, quantiles=(16,))
-    layout = CallLayout(tuple(range(8)), ParallelDims(tp=8, dp_shard=1))
-    call = ModelCall("generate", "actor", WORKS["generate"], (), ())
-    found, without = (Calls(layout, LLAMA, load, node).cost(call).seconds["decode"] for node in (NODE, A100))
+
+    def decode(node: Hardware, model: ModelShape = LLAMA, **options: Any) -> float:
+        return cost("generate", load, model=model, node=node, options=CallOptions(**options), tp=8).seconds["decode"]
+
+    found, without = decode(NODE), decode(A100)
     assert without < found == pytest.approx(16 * (32 * (38 + 2 * 2) + 2) * NODE.launch_seconds)
     # 7 of 38 operators are products; two sums of each layer and one of the embedding, each with a wait
-    for model, replayed in ((LLAMA, without), (replace(LLAMA, facts=replace(LLAMA.facts, experts_per_token=1)), found)):
-        graphs = Calls(layout, model, load, NODE, CallOptions(cuda_graphs=True)).cost(call).seconds["decode"]
-        assert graphs == pytest.approx(replayed), "a GPU launches a step at once, but not with experts"
-    cpu = replace(NODE, streams=False)
-    both = Calls(layout, LLAMA, load, cpu, CallOptions(cuda_graphs=True)).cost(call).seconds["decode"]
+    experts = replace(LLAMA, facts=replace(LLAMA.facts, experts_per_token=1))
+    assert decode(NODE, cuda_graphs=True) == pytest.approx(without), "a GPU launches a step at once,"
+    assert decode(NODE, experts, cuda_graphs=True) == pytest.approx(found), "but not with experts"
+    both = decode(replace(NODE, streams=False), cuda_graphs=True)
     assert both > found + 0.9 * without, "a CPU issues an operator, then computes it"
-
-
-def test_passes_take_the_host_as_long_as_it_launches() -> None:
     load = Workload.of(prompts=8, group_size=1, prompt_tokens=8, quantiles=(8,))
-    layout = CallLayout(tuple(range(8)), ParallelDims(tp=8, dp_shard=1))
     for kind, launches, rest in (("inference", 38, 0), ("train", 2 * 114, 2 * 200)):  # of a layer; two mini-batches
-        call = ModelCall(kind, "actor", WORKS[kind], ())
 
-        def seconds(node: Hardware, collective: float, call: ModelCall = call) -> float:
-            options = CallOptions(collective_launches=collective)
-            found = Calls(layout, LLAMA, load, node, options).cost(call)
+        def seconds(node: Hardware, collective: float, kind: str = kind) -> float:
+            found = cost(kind, load, node=node, options=CallOptions(collective_launches=collective), tp=8)
             return found.total - found.seconds.get("update", 0.0)
 
         found = seconds(NODE, 0.0)
@@ -166,23 +158,16 @@ def test_passes_take_the_host_as_long_as_it_launches() -> None:
 
 
 def test_gradients_are_exposed_where_nothing_is_prefetched() -> None:
-    layout = CallLayout(tuple(range(8)), ParallelDims(dp_shard=8), zero=1)
-    call, two = ModelCall("train", "actor", WORKS["train"], ()), 2  # mini-batches
-    hidden, exposed = (
-        Calls(layout, LLAMA, LOAD, A100, CallOptions(prefetches=by)).cost(call).seconds["passes"]
-        for by in (True, False)
-    )
-    sent = two * 2 * 7 / 8 * 2 * LLAMA.numel / 300e9  # a reduction and a gather, in bfloat16
-    assert exposed - hidden == pytest.approx(sent, rel=0.5)
+    hidden, exposed = (cost("train", options=CallOptions(prefetches=by), zero=1) for by in (True, False))
+    sent = 2 * 2 * 7 / 8 * 2 * LLAMA.numel / 300e9  # two mini-batches' reductions and gathers, in bfloat16
+    assert exposed.seconds["passes"] - hidden.seconds["passes"] == pytest.approx(sent, rel=0.5)
 
 
 def test_pipelined_generation_keeps_all_stages_busy() -> None:
     """A step reads all weights, but at each of four stages a fourth of the cache."""
-    layout = CallLayout(tuple(range(4)), ParallelDims(pp=4, dp_shard=1))
-    call = ModelCall("generate", "actor", WORKS["generate"], (), ())
     load = Workload.of(prompts=16, group_size=4, prompt_tokens=2048, quantiles=(512,))
     in_turn, pipelined = (
-        Calls(layout, LLAMA, load, A100, CallOptions(pipelined=by)).cost(call) for by in (False, True)
+        cost("generate", load, range(4), options=CallOptions(pipelined=by), pp=4) for by in (False, True)
     )
     cache = in_turn.cache_bytes * 4 * 2304 / 2560
     head = 2 * sum(p.numel for p in LLAMA.head)  # on the last stage, which sets the pace

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.rlhf.real_search import real_space
-from tests.usp.planning.estimates import Simple, every_plan
+from tests.usp.planning.estimates import Simple, every_plan, problem_of
 from tests.usp.rlhf.toy import ppo
 from usp.model.facts import ModelFacts
-from usp.planning.rlhf_search import OptionSpace, Problem, options, search, work_clock
+from usp.planning.rlhf_question import RlhfChoice, choose_plan
+from usp.planning.rlhf_search import OptionSpace, Problem, baselines, options, search
 from usp.planning.simulator import Simulator
 from usp.rlhf.plan.named_plans import Facts, named_plan
-from usp.rlhf.plan.plan import staleness_violations
+from usp.rlhf.plan.plan import from_mapping, staleness_violations, to_mapping
 
 GRAPH, FOUR = ppo(), ppo(mini_batches=4)
 SIZES = {"actor": 4.0, "ref": 4.0, "critic": 1.0, "reward": 1.0}
@@ -21,12 +22,12 @@ SIZES = {"actor": 4.0, "ref": 4.0, "critic": 1.0, "reward": 1.0}
 
 def problem(memory: float, smallest: int = 2) -> Problem:
     """Every call on two or all of four ranks, without pipelines, five of them with tp alone."""
-    space = OptionSpace(4, 4, 64, smallest, max_tp=2)
-    found = {call.name: [o for o in options(call, space) if o.dims.pp == 1] for call in GRAPH.calls}
+    given = problem_of(GRAPH, OptionSpace(4, 4, 64, smallest, max_tp=2), SIZES, memory)
+    found = {name: [o for o in layouts if o.dims.pp == 1] for name, layouts in given.options.items()}
     found["advantages"] = found["advantages"][-1:]
     for name in ("critic_train", "critic_inference", "reward_inference", "ref_inference", "actor_inference"):
         found[name] = [o for o in found[name] if o.dims.tp == 2]
-    return Problem(Simulator(GRAPH, Simple(SIZES), 4), found, memory, clock=work_clock())  # type: ignore[arg-type]
+    return replace(given, options=found)
 
 
 def optimum(of: Problem) -> float:
@@ -61,7 +62,9 @@ def test_the_search_never_ends_above_a_plan_that_it_starts_from() -> None:
 def test_less_memory_needs_a_slower_plan_or_offloading(small: tuple[Problem, float]) -> None:
     assert small[1] < optimum(problem(15.0))
     too_little = problem(14.0, smallest=4)
-    assert not search(too_little).best
+    found = search(too_little)
+    assert not found.best and found.nearest
+    assert found.nearest[0] <= min(too_little.simulator.run(plan).peak_bytes for plan in every_plan(too_little)) * 1.25
     both = ("ref", "critic.optimizer")
     assert search(replace(too_little, offload=both)).best[0][1].offload == set(both)
 
@@ -69,26 +72,13 @@ def test_less_memory_needs_a_slower_plan_or_offloading(small: tuple[Problem, flo
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_search_whose_starts_do_not_fit_begins_where_calls_need_least(depth: int) -> None:
     space, graph = OptionSpace(4, 4, 64, 2, zero=(0, 1), max_tp=2), replace(GRAPH, depth=depth)
-    given = replace(
-        problem(memory=1e9),
-        options={call.name: list(options(call, space)) for call in GRAPH.calls},
-        simulator=Simulator(graph, Simple(SIZES), 4),  # type: ignore[arg-type]
-        offload=("ref", "reward", "actor.optimizer", "critic.optimizer"),
-    )
+    names = ("ref", "reward", "actor.optimizer", "critic.optimizer")
+    given = problem_of(graph, space, SIZES, 1e9, offload=names)
     tight = given.tightest()
     assert not any(staleness_violations(graph, tight))
     needed = given.simulator.run(tight).peak_bytes
     assert search(replace(given, memory_bytes=needed), budget=0.0).best[0][1] == tight
     assert not search(replace(given, memory_bytes=0.99 * needed), budget=0.0).best
-
-
-@pytest.mark.slow
-def test_where_no_plan_fits_the_nearest_is_told() -> None:
-    little = problem(memory=1.0)
-    found = search(little)
-    assert not found.best
-    assert found.nearest
-    assert found.nearest[0] <= min(little.simulator.run(plan).peak_bytes for plan in every_plan(little)) * 1.25
 
 
 def test_rollouts_beside_training_have_ranks_of_their_own() -> None:
@@ -125,3 +115,63 @@ def test_options_are_valid_plans_for_any_number_of_ranks() -> None:
     assert {layout.dims.sp for layout in trained} == {1, 2, 3, 4}
     assert {layout.zero for layout in found["actor_generate"]} == {0}
     assert {len(layout.ranks) for layout in trained} == {1, 2, 3, 6, 12}
+
+
+# Chosen plans beside the named ones
+
+MODELS = {role: ModelFacts("", 8, 8, 16, 256, (0,) * 4) for role in GRAPH.roles}
+NAMED_SPACE, NAMED_FACTS = OptionSpace(4, 2, 64, 2, zero=(0, 1), models=MODELS), Facts(4, 2, heads=8, layers=4)
+
+
+def named_problem(memory: float) -> Problem:
+    size = {"actor": 8.0, "ref": 8.0, "critic": 1.0, "reward": 1.0}
+    return problem_of(GRAPH, NAMED_SPACE, size, memory, offload=("ref", "reward"))
+
+
+def fitting(memory: float) -> Problem:
+    return named_problem(memory).that_fit()
+
+
+@pytest.fixture(scope="module")
+def choice() -> RlhfChoice:
+    return choose_plan(fitting(24.0), NAMED_SPACE, NAMED_FACTS, report=lambda seconds, simulated, best: None)
+
+
+@pytest.mark.slow
+def test_the_chosen_plan_is_as_fast_as_any_other_that_was_looked_at(choice: RlhfChoice) -> None:
+    seconds, plan = choice.found.best[0]
+    assert choice.simulation.seconds == pytest.approx(seconds)
+    plan.check(GRAPH, 4)
+    assert from_mapping(to_mapping(plan)).calls == plan.calls
+    for one in choice.named:
+        assert one.plan
+        assert one.peak_bytes > 24.0 or one.seconds >= seconds
+    for name in choice.problem.options:
+        for other in choice.problem.alternatives(plan, name, lambda _: seconds):
+            step = choice.problem.simulator.run(other)
+            assert step.seconds >= seconds or step.peak_bytes > 24.0
+
+
+def test_named_plans_get_the_degrees_that_serve_them_best() -> None:
+    much, little, tight = (
+        {one.name: one for one in baselines(of, NAMED_SPACE, NAMED_FACTS)}
+        for of in (fitting(1e9), fitting(20.0), replace(fitting(1e9), memory_bytes=1.0))
+    )
+    assert list(much) == ["heuristic", "flattening", "interleaving", "separation"]
+    assert much["heuristic"] == little["heuristic"]  # it has no choice
+    assert much["flattening"].seconds < little["flattening"].seconds
+    assert little["flattening"].peak_bytes <= 20.0
+    assert tight["flattening"].peak_bytes <= little["flattening"].peak_bytes
+
+
+def test_layouts_that_are_not_predicted_in_time_are_left_out() -> None:
+    whole = named_problem(24.0)
+    layouts = whole.options
+    told: list[tuple[int, int]] = []
+    hurried = whole.that_fit(until=0.0, report=lambda tried, every: told.append((tried, every)))
+    assert 0 < told[-1][0] < told[-1][1] == sum(map(len, layouts.values()))
+    complete = whole.that_fit()
+    assert all(0 < len(hurried.options[name]) < len(complete.options[name]) for name in layouts if name != "advantages")
+    assert all(set(hurried.options[name]) <= set(complete.options[name]) <= set(layouts[name]) for name in layouts)
+    late = choose_plan(hurried, NAMED_SPACE, NAMED_FACTS, budget=0.0, report=lambda seconds, simulated, best: None)
+    assert late.simulation.peak_bytes <= 24.0  # found among the named plans

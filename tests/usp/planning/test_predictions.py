@@ -5,45 +5,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import cache
 from math import prod
 
 import pytest
 import torch
 
+from tests.usp.planning.estimates import graph_of_ppo, shape
 from tests.usp.rlhf.toy import ppo
-from usp.hf.models import load_model_config, model_facts, scalar_config
-from usp.hf.tensor_parallel import model_shape
-from usp.model.facts import ModelFacts, ModelShape, weight_layout
+from usp.model.facts import ModelFacts, weight_layout
 from usp.parallel import ParallelDims, load_hardware, plan_realloc, realloc_seconds
 from usp.planning.call_cost import CallOptions, Calls
 from usp.planning.estimates import Estimates
 from usp.planning.rlhf_search import OptionSpace, options
 from usp.planning.workload import Workload
-from usp.rlhf.graph import DataflowGraph, TrainStep
 from usp.rlhf.plan.operations import WeightCopy
 from usp.rlhf.plan.plan import CallLayout
 
-
-@cache
-def shape(name: str, scalar: bool = False) -> ModelShape:
-    config = load_model_config(name)
-    config = scalar_config(config) if scalar else config
-    return model_shape(model_facts("", config), config)
-
-
-class Objective:
-    head, unit = "logprobs", 1
-
-
-def graph() -> DataflowGraph:
-    toy = ppo(group_size=1)
-    work = TrainStep(Objective(), mini_batches=2)  # type: ignore[arg-type]
-    calls = tuple(replace(call, work=work) if call.kind == "train_step" else call for call in toy.calls)
-    return replace(toy, calls=calls)
-
-
-GRAPH, A100, LINK = graph(), load_hardware("a100"), 20e9
+GRAPH, A100, LINK = graph_of_ppo(), load_hardware("a100"), 20e9
 MODELS = {role: ModelFacts("", 32, 8, 128, 256, (0,) * 32) for role in GRAPH.roles}
 SPACE = OptionSpace(32, 8, 64, 4, max_sequence=4, zero=(0, 1, 3), models=MODELS)
 OPTIONS = {call.name: list(options(call, SPACE)) for call in GRAPH.calls}
@@ -95,11 +73,8 @@ def test_reallocations_take_about_as_long_as_their_plans(quick: Estimates) -> No
 
 def _apart() -> tuple[WeightCopy, WeightCopy]:
     """Return copies on different hosts."""
-    first, last = (
-        next(layout for layout in OPTIONS["actor_generate"] if layout.ranks == ranks)
-        for ranks in (tuple(range(8)), tuple(range(24, 32)))
-    )
-    return WeightCopy("actor", first), WeightCopy("actor", last)
+    first, last = (WeightCopy("actor", layout(at, 8, tp=8)) for at in (0, 24))
+    return first, last
 
 
 def layout(first: int, size: int, zero: int = 0, **degrees: int) -> CallLayout:

@@ -1,17 +1,18 @@
-"""Predictions that a run corrects, and the plans that follow from them."""
+"""Predictions that a run or a profile corrects, and the plans that follow from them."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
-from tests.usp.planning.test_predictions import graph
-from usp.hf.models import load_model_config, model_facts
-from usp.hf.tensor_parallel import model_shape
+from tests.usp.planning.estimates import graph_of_ppo, shape
 from usp.parallel import Hardware, ParallelDims, load_hardware
-from usp.planning.corrections import Corrections, Measured
+from usp.planning.corrections import VERSION, Corrections, Measured, Profile
 from usp.planning.estimates import layout_key
 from usp.planning.rlhf_question import RlhfQuestion
 from usp.planning.run_plan import SearchingPlanner, moves
@@ -22,9 +23,8 @@ from usp.rlhf.replanning import Factors, MeasuredStep, ReplanOptions
 from usp.rlhf.runtime.measure import StepLengths
 from usp.train.tuning import Decision
 
-GRAPH, A100 = graph(), load_hardware("a100")
-CONFIG = load_model_config("tiny")
-MODELS = dict.fromkeys(GRAPH.roles, model_shape(model_facts("tiny", CONFIG), CONFIG))
+GRAPH, A100 = graph_of_ppo(), load_hardware("a100")
+MODELS = dict.fromkeys(GRAPH.roles, shape("tiny"))
 FACTS = Facts(4, 8, 4, 2)
 SHORT, LONG = (StepLengths((64,) * 32, (length,) * 32, 1) for length in (8, 256))
 
@@ -35,6 +35,10 @@ def question(lengths: StepLengths, hardware: Hardware = A100) -> RlhfQuestion:
 
 
 ALONE = CallLayout((0,), ParallelDims(dp_shard=1))
+
+
+def sharded(first: int, size: int, **options: Any) -> CallLayout:
+    return CallLayout(tuple(range(first, first + size)), ParallelDims(dp_shard=size), **options)
 
 
 def took(call: str, *seconds: float) -> list[Measured]:
@@ -64,11 +68,35 @@ def test_factors_change_only_the_seconds_of_calls() -> None:
 
 
 def test_a_layout_that_was_not_measured_has_the_factor_of_the_most_similar_one() -> None:
-    two, zero = CallLayout((0, 1), ParallelDims(dp_shard=2)), CallLayout((0, 1), ParallelDims(dp_shard=2), zero=1)
+    two, zero = sharded(0, 2), sharded(0, 2, zero=1)
     found = Corrections({"train": {"one rank": 2.0, layout_key(two): 3.0}})
     assert found.of("train", layout_key(two)) == found.of("train", layout_key(zero)) == 3.0
     assert found.of("train", layout_key(replace(ALONE, ranks=(3,)))) == 2.0
     assert found.of("other", layout_key(two)) is None
+
+
+def test_a_profile_is_read(tmp_path: Path) -> None:
+    made, factors = {"version": VERSION, "hardware": "A100"}, {"actor_train": {"dp=2": 1.5, "tp=2": 2}}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({**made, "factors": factors}))
+    assert Profile.load(path, "A100") == Profile(made, Corrections(factors))
+    with pytest.raises(ValueError, match="it corrects predictions for --hardware A100, not H100"):
+        Profile.load(path, "H100")
+    for text in ("{}", "no JSON", '{"version": 7, "factors": {}}', '{"version": 3, "factors": {"train": 1.5}}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"profile\.json is not a profile of python -m examples\.rlhf_profile"):
+            Profile.load(path, "A100")
+
+
+def test_keys_tell_what_runs_differently() -> None:
+    assert layout_key(sharded(0, 2)) == layout_key(sharded(6, 2)) == layout_key(sharded(0, 2, micro_batch_tokens=7))
+    replicas = CallLayout((0, 1), ParallelDims(dp_replicate=2, dp_shard=1))
+    assert layout_key(replicas) == layout_key(sharded(0, 2))
+    keys = {layout_key(sharded(0, 2, **one)) for one in ({}, {"zero": 1}, {"zero": 3}, {"ac": "full"}, {"mlp_tile": 8})}
+    assert len(keys) == 5
+    four = CallLayout((0, 1, 2, 3), ParallelDims(dp_replicate=2, dp_shard=2))
+    assert layout_key(four) == layout_key(sharded(0, 4))
+    assert layout_key(replace(four, zero=1)) != layout_key(sharded(0, 4, zero=1))
 
 
 def test_a_change_moves_what_trains_three_times_and_what_stays_not_at_all() -> None:

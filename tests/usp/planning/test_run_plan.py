@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,10 @@ SMALL = RlhfConfig(
 )
 
 
-def searched(run: PreparedRlhf) -> ExecutionPlan:
+def searched(run: PreparedRlhf, memory: float = 0.0) -> ExecutionPlan:
     question = replace(question_of(run), clock=work_clock())
+    if memory:
+        question = replace(question, hardware=replace(question.hardware, memory_bytes=memory))
     samples = {"prompts": 16, "pairs": 8, "answers": 4}
     assert len(question.workload.prompts) == samples[run.algorithm.data]
     assert question.ranks_per_host == 2 and question.hardware.memory_bytes < 80 * 2**30
@@ -73,6 +76,7 @@ def test_the_search_is_refused_for_what_it_does_not_predict(tmp_path: Path) -> N
         ({}, SearchedPlan(), "through torchrun's store: start with torchrun"),
         ({"hardware": "auto"}, searched, "--hardware auto does not know a CPU: measure it with torchrun"),
         ({"max_new_tokens": 10**9, "temperature": -1}, searched, "--temperature = -1"),
+        ({}, partial(searched, memory=2**20), r"The nearest: .*actor_train needs .* GiB on ranks .*devices with"),
     ):
         with pytest.raises(ConfigurationError, match=text):
             prepare(replace(config, **changes), FOUR, planner=planner)  # type: ignore[arg-type]
@@ -120,14 +124,3 @@ def test_the_plan_is_searched_once_and_kept_by_a_resumed_run(
     assert f"plan: that of the run, from {tmp_path / 'step-00000001'}" in capsys.readouterr().out
     saved.running["world_size"] = 2  # type: ignore[index]
     assert SearchedPlan()(resumed).calls == plan.calls
-
-
-@pytest.mark.slow
-def test_a_model_that_is_too_large_is_told_what_the_nearest_needs(tmp_path: Path) -> None:
-    def little(run: PreparedRlhf) -> ExecutionPlan:
-        question = question_of(run)
-        small = replace(question, clock=work_clock(), hardware=replace(question.hardware, memory_bytes=2**20))
-        return answer(small, budget=0.1).plan
-
-    with pytest.raises(ConfigurationError, match=r"The nearest: .*actor_train needs .* GiB on ranks .*devices with"):
-        prepare(replace(SMALL, output=str(tmp_path / "run")), Launch(world_size=2, local_world_size=1), planner=little)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.usp.planning.estimates import Simple
+from tests.usp.planning.estimates import Simple, problem_of
 from tests.usp.rlhf.toy import ppo
-from usp.planning.rlhf_search import OptionSpace, Problem, options
+from usp.planning.rlhf_search import OptionSpace
 from usp.planning.simulator import Simulation, Simulator
 from usp.rlhf.plan.named_plans import Facts, named_plan
-from usp.rlhf.plan.operations import WeightCopy
-from usp.rlhf.plan.plan import CallLayout, ExecutionPlan
+from usp.rlhf.plan.plan import ExecutionPlan
 from usp.rlhf.runtime.timeline import activities, critical_path
 
 GRAPH = ppo()
@@ -32,36 +33,16 @@ SECONDS = {
 }
 
 
-@dataclass(frozen=True)
-class Written:
+def written(seconds: Mapping[str, float] = SECONDS) -> Any:
     """Estimates without layouts: a model has 10 bytes, an optimizer 100, a call 1; weights move in 0.25 s."""
-
-    seconds: Mapping[str, float] = field(default_factory=lambda: SECONDS, hash=False)
-
-    def call_seconds(self, call: str, layout: CallLayout) -> float:
-        return self.seconds[call]
-
-    def call_bytes(self, call: str, layout: CallLayout) -> float:
-        return 1.0
-
-    def weight_bytes(self, copy: WeightCopy) -> float:
-        return 10.0
-
-    def state_bytes(self, copy: WeightCopy) -> float:
-        return 100.0
-
-    def fill_seconds(self, source: WeightCopy, copy: WeightCopy) -> float:
-        return 0.25
-
-    def load_seconds(self, copy: WeightCopy) -> float:
-        return 0.25
-
-    def state_load_seconds(self, copy: WeightCopy) -> float:
-        return 0.25
+    numbers = {"call_bytes": 1.0, "weight_bytes": 10.0, "state_bytes": 100.0}
+    numbers |= dict.fromkeys(("fill_seconds", "load_seconds", "state_load_seconds"), 0.25)
+    functions = {name: lambda *args, value=value: value for name, value in numbers.items()}
+    return SimpleNamespace(call_seconds=lambda call, layout: seconds[call], **functions)
 
 
-def simulated(plan: ExecutionPlan, depth: int = 0) -> Simulation:
-    return Simulator(replace(GRAPH, depth=depth), Written(), 8).run(plan)
+def simulated(plan: ExecutionPlan, depth: int = 0, seconds: Mapping[str, float] = SECONDS) -> Simulation:
+    return Simulator(replace(GRAPH, depth=depth), written(seconds), 8).run(plan)
 
 
 def test_calls_on_common_ranks_run_one_after_another() -> None:
@@ -106,9 +87,7 @@ def test_stale_rollouts_run_beside_training() -> None:
     synchronous = simulated(plan).seconds
     found = simulated(plan, depth=1)
     assert found.seconds == pytest.approx(synchronous - (5 + 6))
-    longer = Written(SECONDS | {"actor_train": 30.0})
-    simulator = Simulator(replace(GRAPH, depth=1), longer, 8)  # type: ignore[arg-type]
-    assert 30 <= simulator.run(plan).seconds < 8 + 4 + 0.5 + 30
+    assert 30 <= simulated(plan, 1, SECONDS | {"actor_train": 30.0}).seconds < 8 + 4 + 0.5 + 30
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -116,10 +95,9 @@ def test_stale_rollouts_run_beside_training() -> None:
 @pytest.mark.slow(but=1)
 def test_a_schedule_made_for_another_plan_gives_the_same(world_size: int, smallest: int, depth: int) -> None:
     space = OptionSpace(world_size, 8, 64, smallest, max_sequence=2, zero=(0, 3))
-    choices = {call.name: list(options(call, space)) for call in GRAPH.calls}
     chance, graph = random.Random(0), replace(GRAPH, depth=depth)
-    one = Simulator(graph, Simple(), world_size)  # type: ignore[arg-type]
-    problem = Problem(one, choices, 1e9)
+    problem = problem_of(graph, space, {}, 1e9)
+    one, choices = problem.simulator, problem.options
     for _ in range(40):
         calls = {name: chance.choice(layouts) for name, layouts in choices.items()}
         plan = ExecutionPlan("any", calls, frozenset({"ref"}) if chance.random() < 0.5 else frozenset())

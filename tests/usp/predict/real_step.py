@@ -1,8 +1,9 @@
-"""Real training steps on gloo ranks, counted and measured, to hold a dry run against."""
+"""Real training steps on gloo ranks, counted and measured, to hold predictions and dry runs against."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,11 +19,13 @@ from usp.hf.models import load_model_config
 from usp.hf.stage import CausalLMStage
 from usp.parallel import ParallelMesh, ProcessGroups, local_tensor
 from usp.parallel.wire import SentBytes
+from usp.predict.job import Job
+from usp.predict.traffic import Sent
 from usp.train.build import EngineRecipe, build_engine
 from usp.train.dry_run import blank_batch
 from usp.train.validate import parallel_dims
 
-Sent = dict[tuple[tuple[int, ...], str], tuple[int, int]]
+Counts = dict[tuple[tuple[int, ...], str], tuple[int, int]]  # (ranks of a group, collective): (bytes, calls)
 
 
 def step_of(config: TrainConfig, groups: ProcessGroups) -> Callable[[], object]:
@@ -39,24 +42,38 @@ def _fill(stage: CausalLMStage) -> None:
     for x in (*stage.parameters(), *stage.buffers()):
         nn.init.normal_(local_tensor(x.detach()), std=0.02)
     for router in router_modules(stage.model):
-        router.register_forward_hook(_choose_in_turn)
+        router.register_forward_hook(choose_in_turn)
 
 
-def _choose_in_turn(router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+def choose_in_turn(router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
     logits, weights, chosen = output
     in_turn = torch.arange(chosen.numel()).remainder(logits.shape[-1]).view(chosen.shape)
     return logits, weights, in_turn
 
 
-def sent_by_steps(configs: list[TrainConfig]) -> list[Sent]:
-    """What this rank sends in the second step of each: {(ranks of the group, collective): (bytes, calls)}."""
+def counts(counter: SentBytes) -> Counts:
+    return {key: (counter.by_group[key], calls) for key, calls in counter.calls.items()}
+
+
+def predicted(job: Job, rank: int, parts: Iterable[Sent]) -> Counts:
+    """Add up what formulas say; axes with the same ranks share their groups."""
+    nbytes, calls = Counter[Any](), Counter[Any]()
+    for sent in parts:
+        key = tuple(job.linked(sent.axis, rank)), sent.collective
+        nbytes[key] += sent.nbytes
+        calls[key] += sent.calls
+    return {key: (nbytes[key], calls[key]) for key in calls}
+
+
+def sent_by_steps(configs: list[TrainConfig]) -> list[Counts]:
+    """Return what this rank sends in the second step of each: the first has agreements that others do not repeat."""
     found, groups = [], ProcessGroups()
     for config in configs:
         step = step_of(config, groups)
         step()
         with SentBytes() as sent:
             step()
-        found.append({key: (nbytes, sent.calls[key]) for key, nbytes in sent.by_group.items()})
+        found.append(counts(sent))
     return found
 
 

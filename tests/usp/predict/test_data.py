@@ -7,24 +7,17 @@ from typing import Any
 
 import pytest
 
+from tests.usp.predict.jobs import job, llama
 from usp.__main__ import main
 from usp.attention import band_pairs
-from usp.config import TrainConfig
-from usp.hf.models import load_model_config
 from usp.parallel import load_hardware
 from usp.predict.compute import model_flops
 from usp.predict.job import Data, Job
 from usp.predict.memory import footprint
 from usp.predict.seconds import step_seconds
 from usp.predict.traffic import step_traffic
-from usp.train.resolve import job_of
 
 H100 = load_hardware("h100")
-
-
-def job(world_size: int, data: Data, **flags: Any) -> Job:
-    config = TrainConfig(**{"model": "llama3-8b", "seq_len": 65536, "dtype": "bfloat16", **flags})
-    return job_of(config, load_model_config(config.model), world_size, data=data)
 
 
 def sent(made: Job, axis: str) -> int:
@@ -41,7 +34,7 @@ def test_documents_fill_a_sequence() -> None:
 
 
 def test_documents_leave_their_own_pairs_and_messages() -> None:
-    whole, packed = (job(8, Data(lengths), sp_ring=8) for lengths in ((), (4096,)))
+    whole, packed = (llama(8, Data(lengths), sp_ring=8) for lengths in ((), (4096,)))
     facts = whole.model.facts
     per_pair = 6 * facts.num_heads * 2 * facts.head_dim * 32  # layers
     fewer = band_pairs(65536, 65536, 0, 0, None) - 16 * band_pairs(4096, 4096, 0, 0, None)
@@ -50,7 +43,7 @@ def test_documents_leave_their_own_pairs_and_messages() -> None:
     assert fast.compute.attention < 0.2 * slow.compute.attention
     assert fast.compute.matmul == slow.compute.matmul
     assert sent(packed, "ring") == 0 < sent(whole, "ring")  # zigzag's pieces of 4,096 tokens are the documents
-    longer = job(8, Data((16384,)), sp_ring=8)
+    longer = llama(8, Data((16384,)), sp_ring=8)
     assert 0 < sent(longer, "ring") < sent(whole, "ring")
     assert (slow.kernels, fast.kernels) == (("cudnn",), ("flash-attn-2",))  # which takes packed rows
 

@@ -1,4 +1,4 @@
-"""A dry run against the real step: bytes on the wire, tensor accounting, FLOPs; and its command line."""
+"""A dry run against the real step: tensor accounting, FLOPs; and its command line. Bytes: test_step_traffic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.ranks import RankPool
-from tests.usp.predict.real_step import Sent, peak_of_step, sent_by_steps
+from tests.usp.predict.real_step import peak_of_step
 from tests.usp.tiny import tiny_model
 from usp.__main__ import main
 from usp.config import TrainConfig
@@ -21,62 +21,7 @@ from usp.hf.tensor_parallel import model_shape
 from usp.run.failures import ConfigurationError
 from usp.train.dry_run import dry_run
 
-MEGATRON = {"tp": 2, "tp_sequence_parallel": True}
-PIPELINE = {"pp": 2, "batch_size": 2, "micro_batches": 2}
-
-FOUR_STAGES = (
-    "pp of 4 stages a rank",
-    "llama-eight",
-    PIPELINE | {"pp_schedule": "interleaved-1f1b", "pp_stages_per_rank": 4},
-)
-
-MIXTURES: list[tuple[str, str, dict[str, Any]]] = [  # on 4 ranks, with every axis between them
-    ("pp x tp, tokens shared", "qwen2", PIPELINE | MEGATRON),
-    ("ep x ring x ulysses", "qwen3_moe", {"ep": 2, "sp_ring": 2, "sp_ulysses": 2}),
-    ("ring balanced, windows", "qwen2", {"sp_ring": 4, "sp_layout": "balanced"}),
-    FOUR_STAGES,
-]
-MORE_MIXTURES: list[tuple[str, str, dict[str, Any]]] = [
-    *((f"zero {zero}", "llama", {"zero": zero, "batch_size": 2, "micro_batches": 2}) for zero in range(4)),
-    ("replicas, zero 1", "qwen2", {"dp_replicate": 2, "zero": 1}),
-    ("ring striped, window", "mistral", {"sp_ring": 4, "sp_layout": "striped"}),
-    (
-        "zero bubble",
-        "llama-deep",
-        {"pp": 2, "pp_schedule": "zero-bubble", "zero": 1, "batch_size": 3, "micro_batches": 3},
-    ),
-    ("pp, tied", "qwen3-tied-deep", {"pp": 4, "batch_size": 4, "micro_batches": 4}),
-    ("attention saved, tiles", "qwen3", {"sp_ulysses": 2, "ac": "attention-saved", "mlp_tile": 8}),
-    ("all recomputed, tp", "qwen3_moe", MEGATRON | {"ep": 2, "ac": "full", "router_aux_loss_coef": 0.1}),
-]
 SMALL = TrainConfig(seq_len=128, dtype="float32", device="cpu", loss_chunk=24)
-
-
-@pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory, exhaustive: bool) -> dict[str, TrainConfig]:
-    chosen = MIXTURES + (MORE_MIXTURES if exhaustive else [])
-    folders = {family: tmp_path_factory.mktemp(family) for family in sorted({family for _, family, _ in chosen})}
-    for family, folder in folders.items():
-        tiny_model(family).save_pretrained(folder)
-    return {what: replace(SMALL, model=str(folders[family]), **flags) for what, family, flags in chosen}
-
-
-def sent_in_dry_run(config: TrainConfig, world: int, rank: int) -> Sent:
-    return {(sent.ranks, sent.collective): (sent.nbytes, sent.calls) for sent in dry_run(config, world, rank).sent}
-
-
-@pytest.mark.slow
-def test_bytes_and_calls_of_every_group_equal_those_on_the_wire(
-    ranks: RankPool, configs: dict[str, TrainConfig]
-) -> None:
-    """Check one rank of each mixture."""
-    wire = ranks.run(sent_by_steps, 4, list(configs.values()))
-    wrong = []
-    for number, (what, config) in enumerate(configs.items()):
-        rank = 3 * number % 4
-        if sent_in_dry_run(config, 4, rank) != wire[rank][number]:
-            wrong.append(f"{what}, rank {rank}")
-    assert not wrong
 
 
 MEMORY: list[tuple[int, dict[str, Any]]] = [

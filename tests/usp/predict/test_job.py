@@ -6,19 +6,13 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.ranks import RankPool
+from tests.usp.predict.jobs import job
 from usp.config import TrainConfig
 from usp.hf.models import empty_model, load_model_config, model_facts, scalar_config
 from usp.hf.tensor_parallel import model_shape
 from usp.parallel import ParallelDims, ParallelMesh
 from usp.predict.job import Job
 from usp.predict.traffic import stage_units
-from usp.run.failures import ConfigurationError
-from usp.train.resolve import job_of
-
-
-def job(world_size: int, **flags: object) -> Job:
-    config = TrainConfig(**flags)  # type: ignore[arg-type]
-    return job_of(config, load_model_config(config.model), world_size)
 
 
 @pytest.mark.parametrize("model", ["tiny", "qwen3-tiny", "mixtral-tiny", "llama3-8b"])
@@ -55,11 +49,6 @@ def test_tensor_parallel_ranks_shard_what_the_plan_shards() -> None:
     assert shapes["input_layernorm.weight"].local(2) == (128,)
     assert not shapes["input_layernorm.weight"].partial_gradient(sequence_parallel=False)
     assert shapes["self_attn.q_norm.weight"].partial_gradient(sequence_parallel=False)
-
-
-def test_configurations_that_training_refuses_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="must divide the world size 8"):
-        job(8, sp_ring=3)
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "fsdp", "loss", "batch", "sp", "efsdp", "ep")

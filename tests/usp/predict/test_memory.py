@@ -5,28 +5,27 @@ of a layer's temporaries are alive together; states and what is offloaded are su
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.usp.predict.jobs import job, llama
+from tests.usp.rlhf.test_dry_run import GRPO, step_of
 from tests.usp.tiny import tiny_model
 from usp.config import TrainConfig
-from usp.hf.models import load_model_config
+from usp.hf.models import model_facts
+from usp.hf.tensor_parallel import model_shape
 from usp.parallel import PP_SCHEDULES, PipelineSchedule, load_hardware
 from usp.predict.job import Action, Job, Schedule, actions
-from usp.predict.memory import footprint, rank_host_bytes, stage_bytes
+from usp.predict.memory import footprint, forward_memory, rank_host_bytes, stage_bytes
 from usp.predict.seconds import least_seconds, step_seconds
 from usp.predict.traffic import step_traffic
+from usp.rlhf.dry_run import dry_run_calls
 from usp.train.dry_run import dry_run
-from usp.train.resolve import job_of
-
-
-def job(world_size: int, **flags: Any) -> Job:
-    config = TrainConfig(**flags)
-    return job_of(config, load_model_config(config.model), world_size)
-
 
 H100 = load_hardware("h100")
 _TWO = {"batch_size": 2, "micro_batches": 2}
@@ -184,3 +183,41 @@ def test_every_micro_batch_passes_each_stage_once(schedule: str, each: int, micr
 def test_one_forward_per_stage_to_the_last_comes_before_the_first_backward() -> None:
     order = [action.kind[0] for action in actions(Schedule(PipelineSchedule("1f1b"), place=1, pp=4, micro_batches=5))]
     assert "".join(order) == "fffbfbfbbb"
+
+
+def test_weights_take_memory_in_their_dtype() -> None:
+    made = replace(llama(8, zero=0), trained=False, output="logprobs", weights=torch.bfloat16)
+    master = replace(made, weights=torch.float32)
+    stored, more = forward_memory(made, 0), forward_memory(master, 0)
+    assert more.parameters == 2 * stored.parameters == 4 * made.model.numel
+    assert (stored.whole, more.whole) == (0, 2 * made.model.numel)  # weights in another dtype are copied
+
+
+CASES: list[Any] = [
+    (2, {"sp_ulysses": 2}),
+    pytest.param(1, {"zero": 0, "dtype": "bfloat16"}, marks=pytest.mark.exhaustive),
+    pytest.param(2, {"tp": 2, "zero": 0}, marks=pytest.mark.exhaustive),
+    pytest.param(2, {"pp": 2, "prompts": 2}, marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("world_size", "flags"), CASES, ids=str)
+@pytest.mark.slow
+def test_the_peak_of_inference_is_that_of_its_dry_run(world_size: int, flags: dict[str, Any]) -> None:
+    config = replace(GRPO, **flags)
+    step = step_of(config, world_size)
+    (run,) = (call for call in dry_run_calls(step, torch.device("cpu")) if call.call == "ref_inference")
+    layout, spec = step.plan["ref_inference"], step.roles["ref"]
+    row = run.tokens * run.samples // run.micro_batches
+    train = TrainConfig(
+        seq_len=row,
+        batch_size=run.micro_batches,
+        micro_batches=run.micro_batches,
+        zero=layout.zero,
+        dtype=str(spec.dtype).removeprefix("torch."),
+        tp_sequence_parallel=layout.tp_sequence_parallel,
+        loss_chunk=config.loss_chunk,
+    )
+    shape = model_shape(model_facts("", spec.config), spec.config)
+    made = Job(train, shape, layout.dims, trained=False, output="logprobs", weights=spec.dtype)
+    assert forward_memory(made, 0).total == pytest.approx(run.own_bytes, rel=0.05)

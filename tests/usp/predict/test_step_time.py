@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.published.magi import attention_seconds
+from tests.usp.predict.jobs import job, llama
 from usp.config import TrainConfig
 from usp.hf.models import load_model_config
 from usp.parallel import load_hardware
 from usp.predict.compute import BACKWARD, FORWARD, Product, flops_per_pair, head_products, layer_products, layer_seconds
-from usp.predict.job import Job, Stack
+from usp.predict.job import PASSES, Job, Stack
 from usp.predict.seconds import (
     OVERLAPPED,
     PassSeconds,
@@ -24,22 +25,13 @@ from usp.predict.seconds import (
     pass_seconds,
     step_seconds,
 )
-from usp.predict.traffic import attention_plan, step_traffic
+from usp.predict.traffic import attention_plan, pass_parts, step_traffic
 from usp.train.dry_run import dry_run
 from usp.train.resolve import job_of
 
 NODE = load_hardware("a800")
 # Overlapped communication is free here, so that what overlaps and what is exposed are exact.
 A800 = replace(NODE, tiers=tuple(replace(tier, overlap=1.0) for tier in NODE.tiers))
-
-
-def job(world_size: int = 1, **flags: object) -> Job:
-    config = TrainConfig(**flags)  # type: ignore[arg-type]
-    return job_of(config, load_model_config(config.model), world_size)
-
-
-def llama(world_size: int = 16, **flags: object) -> Job:
-    return job(world_size, **{"model": "llama3-8b", "seq_len": 65536, "zero": 1, **flags})
 
 
 @pytest.mark.parametrize(
@@ -96,24 +88,22 @@ def test_a_step_is_the_sum_of_its_passes(flags: dict[str, object]) -> None:
     assert slowest.total == pytest.approx(step.total - step.bubble, rel=1e-12)
     for axis, transfers in slowest.communication.items():
         assert step.communication[axis] == pytest.approx(transfers)
-    first = passes[0]
-    assert first["recompute"].compute.total == pytest.approx(
-        0.0 if made.config.ac == "none" else first["forward"].compute.total, rel=0.2
-    )
+    times = {kind: passed.compute.total for kind, passed in passes[0].items()}
+    again = times["forward"] if made.config.ac == "full" else 0.0
+    assert times["recompute"] == pytest.approx(again, rel=0.2) and times["forward"] < times["backward"]
     assert max(found["update"].compute.memory for found in passes.values()) == step.optimizer
-    assert (first["count"].total > 0) == made.counts_choices
+    assert (passes[0]["count"].total > 0) == made.counts_choices
 
 
-def test_counting_the_choices_of_a_step_takes_a_forward() -> None:
-    options = {"model": "mixtral-8x7b", "ep": 8, "sp_ring": 8, "batch_size": 4, "micro_batches": 4, "zero": 3}
-    counted, alone = (step_seconds(llama(**options, router_balance=b), A800) for b in ("step", "micro-batch"))
-    assert 1.25 < counted.compute.total / alone.compute.total < 4 / 3  # the loss has no extra forward
-    for axis in ("ep", "efsdp"):
-        more = sum(
-            (seconds.communication[axis].exposed + seconds.communication[axis].overlapped) * sign
-            for seconds, sign in ((counted, 1), (alone, -1))
-        )
-        assert more > 0, axis
+def test_forwards_alone_have_one_pass() -> None:
+    made = llama(8, sp_ulysses=4, zero=3, batch_size=2, micro_batches=2)
+    forwards = replace(made, trained=False, output="logprobs")
+    alone, sent = pass_seconds(forwards, A800, 0), pass_parts(forwards, 0)
+    assert all(not sent[kind] for kind in PASSES if kind != "forward")
+    assert sum(passed.total for passed in alone.values()) == alone["forward"].total
+    # The loss of a step computes its gradients in the forward.
+    assert alone["forward"].compute.total < pass_seconds(made, A800, 0)["forward"].compute.total
+    assert not any("reduce_scatter" in part.collective for part in sent["forward"])
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
@@ -317,3 +307,12 @@ def test_an_all_gather_over_tp_copies_its_output_unless_there_is_one_row() -> No
     for backward in (False, True):
         more = memory(2, backward=backward) - 2 * memory(1, backward=backward)
         assert more == pytest.approx(A800.memory_seconds(2 * read_and_written))
+
+
+def test_links_are_those_of_the_global_ranks() -> None:
+    made = llama(8, sp_ulysses=8)
+    here, there, across = (
+        step_seconds(replace(made, placed=tuple(range(first, first + 8))), A800) for first in (0, 8, 4)
+    )
+    assert here == step_seconds(made, A800) == there
+    assert across.communication["ulysses"].exposed > 4 * here.communication["ulysses"].exposed

@@ -1,34 +1,24 @@
-"""`step_traffic` against the wire, to the byte: every axis by itself, every pair, and larger combinations."""
+"""`step_traffic` and dry runs against the wire, to the byte: every axis by itself, every pair, and larger mixtures."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from tests.harness.ranks import RankPool
-from tests.usp.tiny import SEQ_LEN, VOCAB, tiny_model, train_step
-from usp import shard_batch
+from tests.usp.predict.real_step import predicted, sent_by_steps
+from tests.usp.tiny import SEQ_LEN, tiny_model
 from usp.config import TrainConfig
-from usp.hf.experts import router_modules
 from usp.hf.models import load_model_config
-from usp.parallel import ParallelMesh
-from usp.parallel.wire import SentBytes
-from usp.predict.job import Job
 from usp.predict.traffic import Sent, attention_plan, attention_traffic, merged, step_traffic
-from usp.train.build import EngineRecipe, build_engine, first_weights
+from usp.train.dry_run import dry_run
 from usp.train.resolve import job_of
-from usp.train.validate import parallel_dims
 
 TIED = "qwen3-tied-deep"
-GroupOp = tuple[tuple[int, ...], str]
 Flags = dict[str, Any]
 
 AXES: dict[str, Flags] = {
@@ -90,109 +80,45 @@ MIXTURES: list[Flags] = [
     FOUR_STAGES | {"model": "llama-eight", "batch_size": 4, "pp_stages_per_rank": 3, "tp": 2},
 ]
 
+EVERY = [*SINGLE, *PAIRS, *FLOAT8, *MIXTURES]
+
 
 def config_of(flags: Flags, folder: Path) -> TrainConfig:
     model = str(folder / flags.get("model", "llama"))
     return TrainConfig(**{"seq_len": SEQ_LEN, "dtype": "bfloat16", "device": "cpu", **flags, "model": model})
 
 
-def evenly(module: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace a router's choice: each token gets the next experts."""
-    logits, weights, chosen = output
-    return logits, weights, torch.arange(chosen.numel()).view_as(chosen) % logits.shape[-1]
-
-
-def counted(configs: list[TrainConfig]) -> list[dict[GroupOp, tuple[int, int]]]:
-    """Return (bytes, calls) of each group and collective in the second step of each configuration."""
-    return [_counted(config) for config in configs]
-
-
-def _counted(config: TrainConfig) -> dict[GroupOp, tuple[int, int]]:
-    mesh = ParallelMesh.create(parallel_dims(config))
-    recipe, fill = EngineRecipe.of(config, load_model_config(config.model)), partial(first_weights, source=config.model)
-    engine = build_engine(recipe, mesh, torch.device("cpu"), partial(fill, seed=config.seed))
-    for stage in engine.stages:
-        for router in router_modules(stage.model):
-            router.register_forward_hook(evenly)
-    ids = torch.arange(config.batch_size * config.seq_len).view(config.batch_size, -1) % VOCAB
-    boundaries = torch.tensor([[0, config.seq_len]] * config.batch_size, dtype=torch.int32)
-    local = shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": boundaries}, mesh, layout=recipe.sp_layout)
-
-    def step() -> None:
-        train_step(engine, mesh, local, config, learning_rate=1e-3)
-
-    step()  # the first step has agreements between the ranks that later steps do not repeat
-    with SentBytes() as sent:
-        step()
-    return {key: (sent.by_group[key], calls) for key, calls in sent.calls.items()}
-
-
-def predicted(job: Job, rank: int) -> dict[GroupOp, tuple[int, int]]:
-    """Return the same from the formulas; axes with the same ranks share their groups."""
-    nbytes: Counter[GroupOp] = Counter()
-    calls: Counter[GroupOp] = Counter()
-    for sent in step_traffic(job, rank):
-        key = tuple(job.ranks(sent.axis, rank)), sent.collective
-        nbytes[key] += sent.nbytes
-        calls[key] += sent.calls
-    return {key: (nbytes[key], calls[key]) for key in calls}
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in (
-        "llama",
-        "llama-4kv",
-        "llama-deep",
-        "llama-eight",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "mixtral",
-        "mixtral-deep",
-        "mixtral-eight",
-        "qwen3_moe",
-        TIED,
-    ):
+    for family in {"llama", "llama-4kv", "mistral", *(str(flags.get("model", "llama")) for flags in EVERY)}:
         tiny_model(family).save_pretrained(folder / family)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("world_size", "mixtures"),
-    [(2, SINGLE), (4, PAIRS), pytest.param(8, MIXTURES, marks=pytest.mark.exhaustive)],
+    ("world_size", "mixtures", "few"),
+    [
+        (2, SINGLE, SINGLE[-3:]),
+        (4, [*PAIRS, *FLOAT8], [*PAIRS[1::6], *FLOAT8[2:7:4], *MIXTURES[2:3], *MIXTURES[20:22]]),
+        pytest.param(8, MIXTURES, (), marks=pytest.mark.exhaustive),
+    ],
     ids=["single", "pairs", "mixtures"],
 )
 @pytest.mark.slow
 def test_every_byte_is_predicted(
-    ranks: RankPool, models: Path, exhaustive: bool, world_size: int, mixtures: list[Flags]
+    ranks: RankPool, models: Path, exhaustive: bool, world_size: int, mixtures: list[Flags], few: list[Flags]
 ) -> None:
-    if not exhaustive:
-        mixtures = {2: SINGLE[-3:], 4: [*PAIRS[1::6], *MIXTURES[20:22]]}[world_size]  # the latter with dp_shard=2
-    configs = [config_of(flags, models) for flags in mixtures]
+    """By formulas on every rank, and by the dry run of one."""
+    chosen = mixtures if exhaustive else few
+    configs = [config_of(flags, models) for flags in chosen]
     jobs = [job_of(config, load_model_config(config.model), world_size) for config in configs]
-    for rank, found in enumerate(ranks.run(counted, world_size, configs)):
-        for flags, job, wire in zip(mixtures, jobs, found, strict=True):
-            assert predicted(job, rank) == wire, f"rank {rank} of {world_size}: {flags}"
-
-
-@pytest.mark.slow
-def test_float8_halves_the_gathers_of_linears_to_the_byte(ranks: RankPool, models: Path, exhaustive: bool) -> None:
-    mixtures = FLOAT8 if exhaustive else FLOAT8[2:7:4]
-    configs = [config_of(flags, models) for flags in (*mixtures, {"model": "llama-4kv"})]
-    configs.append(replace(configs[-1], fp8="tensor"))
-    jobs = [job_of(config, load_model_config(config.model), 4) for config in configs]
-    found = ranks.run(counted, 4, configs)
-    for rank, wires in enumerate(found):
-        for job, wire in zip(jobs, wires, strict=True):
-            assert predicted(job, rank) == wire, f"rank {rank}: {job.config}"
-    gathered = [sum(sent for (_, name), (sent, _) in wire.items() if "gather" in name) for wire in found[0][-2:]]
-    layers = jobs[-1].model.layers
-    linears = sum(p.numel for layer in layers for p in layer.parameters if p.linear)
-    norms = sum(p.numel for layer in layers for p in layer.parameters if not p.linear)
-    around = jobs[-1].model.numel - linears - norms  # gathered once, the layers in forward and backward
-    assert gathered == [3 * 2 * (2 * (linears + norms) + around) // 4, 3 * 2 * (linears + 2 * norms + around) // 4]
+    for rank, found in enumerate(ranks.run(sent_by_steps, world_size, configs)):
+        for number, (flags, job, wire) in enumerate(zip(chosen, jobs, found, strict=True)):
+            assert predicted(job, rank, step_traffic(job, rank)) == wire, f"rank {rank} of {world_size}: {flags}"
+            if rank == 3 * number % world_size and "fp8" not in flags:  # whose first step agrees on more
+                run = dry_run(configs[number], world_size, rank)
+                assert {(sent.ranks, sent.collective): (sent.nbytes, sent.calls) for sent in run.sent} == wire, flags
 
 
 def test_attention_traffic_equals_its_plan(models: Path) -> None:

@@ -21,11 +21,10 @@ SMALL = [*PLAN, "--prompts", "16", "--prompt-tokens", "128", "--response-tokens"
 @pytest.mark.slow
 def test_the_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, trace = tmp_path / "plan.yaml", tmp_path / "step.json"
-    files = ["--out", str(out), "--trace", str(trace), "--options", "mini_batches=1"]
+    files = ["--out", str(out), "--trace", str(trace), "--options", "mini_batches=1", "--price", "2"]
     assert main([*SMALL, *files, "--algorithm", "grpo", "--reward", "function"], {}) == 0
     printed = capsys.readouterr().out
-    for word in ("actor_generate", "heuristic", "separation"):
-        assert word in printed
+    assert "heuristic" in printed and re.search(r"a step costs [\d.]+, a sample [\d.e-]+, in the unit of", printed)
     plan = from_mapping(yaml.safe_load(out.read_text()))
     assert set(plan.calls) >= {"actor_generate", "actor_train"}
     slices = json.loads(trace.read_text())["traceEvents"]
@@ -58,30 +57,16 @@ def test_a_plan_for_the_lengths_of_a_run(tmp_path: Path, capsys: pytest.CaptureF
     [
         (["--world-size", "0"], "--world-size = 0 must be at least 1"),
         (["--response-tokens", "9,3"], "--response-tokens = 9,3 must be positive and ascending"),
-        (["--response-tokens", "many"], "--response-tokens = many: many must be a number of tokens"),
         (["--algorithm", "dpo"], "--algorithm = 'dpo' must be one of ppo, grpo,"),
         (["--options", "mini_batch=2"], "--options = mini_batch=2: unknown 'mini_batch'"),
         (["--hardware", "h1000"], "h1000"),
         (["--out", "plan.txt"], "--out"),
         (["--actor", "llama2-70b", "--world-size", "4", "--hardware", "l20"], "The nearest: actor_train needs"),
         (["--world-size", "1"], "Use more ranks, devices with more memory, "),
+        (["--world-size", "16", "--max-sp", "8", "--response-tokens", "1M"], "fewer --slots"),
     ],
 )
-@pytest.mark.slow(but=7)
+@pytest.mark.slow(but=6)
 def test_bad_input_is_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, *flags], {}) == 1
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_rollouts_whose_cache_is_too_large_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--world-size", "16", "--max-sp", "8", "--prompts", "16", "--response-tokens", "1M"]
-    assert main([*PLAN, *flags], {}) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("reading the models") and "actor_generate needs" in told and "fewer --slots" in told
-
-
-@pytest.mark.slow
-def test_steps_and_samples_have_a_price(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--price", "2"], {}) == 0
-    assert re.search(r"a step costs [\d.]+, a sample [\d.e-]+, in the unit of --price", capsys.readouterr().out)
