@@ -16,7 +16,7 @@ DOCUMENT, TABLES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks"
 SECTIONS = {
     "Attention and memory": ("attention", "attention_cluster", "host_time", "memory", "throughput", "experts"),
     "Data": ("data",),
-    "Predictions": ("published", "planner"),
+    "Predictions": ("published", "planner", "tune"),
     "RLHF": ("learning", "real_figure"),
 }
 PLOTS: dict[str, Callable[[Record, Path], None]] = {"learning": plot_learning, "memory": plot_memory}
