@@ -276,6 +276,10 @@ def test_an_impossible_plan_states_the_reason(capsys: pytest.CaptureFixture[str]
         (["--tp", "2"], "nrecognized options: --tp"),
         (["--world-size", "0", "--global-batch-size", "0"], "--world-size = 0 must be at least 1"),
         (["--out", "plan.txt"], "--out plan.txt must end in .yaml or .yml"),
+        (
+            ["--model", "llama3-70b", "--seq-len", "8192", "--world-size", "1", "--global-batch-size", "1"],
+            "does not fit 1 x H100 in any of 1 layouts. The smallest is one rank",
+        ),
     ):
         assert main(["plan", "--model", "tiny", "--seq-len", "65536", "--world-size", "8", *flags]) == 1
         shown = capsys.readouterr()
