@@ -43,8 +43,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, e
 
 def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[Any]]:
     yield from (rule(config, world_size) for rule in (_degrees, _global_batch))
-    rules = (_length, _micro_batches, _schedule, common_violations, OPTIMIZERS[config.optimizer].violations)
-    yield from (rule(config) for rule in (*rules, _sampling, _recomputation, _float8))
+    yield from (rule(config) for rule in (_length, _micro_batches, _schedule, common_violations, _sampling, _step, _fp8))
     if facts is not None:
         yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts, _indexers))
 
@@ -190,7 +189,8 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
         yield f"{given} with one stage on a rank, and --pp-schedule {config.pp_schedule} has more: use 1f1b"
 
 
-def _recomputation(config: TrainConfig) -> Iterator[str]:
+def _step(config: TrainConfig) -> Iterator[str]:
+    yield from OPTIMIZERS[config.optimizer].violations(config)
     if config.compile and config.ac == "selective":
         yield "--ac selective has no effect with --compile, whose graphs choose what to recompute: use --ac none"
 
@@ -203,7 +203,7 @@ def common_violations(config: CommonConfig) -> Iterator[str]:
         yield f"--lr-decay-steps = {config.lr_decay_steps} must be at most --steps = {config.steps}"
 
 
-def _float8(config: TrainConfig) -> Iterator[str]:
+def _fp8(config: TrainConfig) -> Iterator[str]:
     if config.fp8 == "none":
         return
     given = f"--fp8 {config.fp8}"
