@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from tests.e2e.processes import Run
 from usp.run.failures import HUNG, Ending, Stopped, end, ending_of
-from usp.run.launch import Launch, RanksMissing, StopRequest, all_ready, meet, named
+from usp.run.launch import TICK_SECONDS, Launch, RanksMissing, StopRequest, all_ready, meet, named
 from usp.run.watchdog import RankLocation, Watchdog, describe, unfinished_on_gpu, whereabouts
 
 HANGS = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from usp.run.launch import Launch, meet, outlast, process_group
+from usp.run.launch import TICK_SECONDS, Launch, meet, outlast, process_group
 from usp.run.watchdog import Watchdog
 
 def load_data(): time.sleep(1000)
@@ -241,6 +241,17 @@ def test_ranks_that_never_come_are_named_by_every_other_one(missing: tuple[int, 
         assert all(str(error).startswith(expected) for error in errors)
         again = list(pool.map(meet, launches))
     assert [one.attempt for one in again] == [1 if 0 in missing else 2] * 4
+
+
+def test_a_lost_connection_gives_the_thread_time_that_sees_torchrun_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose store is gone waits before it blames another one: see `end_with_launcher`."""
+    waited = list[float]()
+    monkeypatch.setattr("usp.run.failures.wait_for_key", lambda store, key, seconds: waited.append(seconds))
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    launch = Launch(0, 2, agent_store=("localhost", store.port), run_id="run")
+    del store
+    assert end(Ending("lost its connection", 1, consequence=True), launch, None) == 1
+    assert len(waited) == 1 and waited[0] > TICK_SECONDS
 
 
 ABSENT = """
