@@ -43,7 +43,7 @@ def violations(config: TrainConfig, world_size: int, facts: ModelFacts | None, e
 
 def _rules(config: TrainConfig, world_size: int, facts: ModelFacts | None) -> Iterator[Iterator[Any]]:
     yield from (rule(config, world_size) for rule in (_degrees, _global_batch))
-    yield from (rule(config) for rule in (_length, _micro_batches, _schedule, common_violations, _sampling, _step, _fp8))
+    yield from (rule(config) for rule in (_length, _batches, _schedule, common_violations, _sampling, _step, _float8))
     if facts is not None:
         yield from (rule(config, facts) for rule in (_heads, _tensor, _pipeline, _experts, _indexers))
 
@@ -137,7 +137,7 @@ def _global_batch(config: TrainConfig, world_size: int) -> Iterator[str]:
         yield f"{given} must be a multiple of the {ranks} data-parallel ranks (dp_replicate x dp_shard): use {sizes}"
 
 
-def _micro_batches(config: TrainConfig) -> Iterator[str]:
+def _batches(config: TrainConfig) -> Iterator[str]:
     if config.batch_size % config.micro_batches:
         yield (
             f"--micro-batches = {config.micro_batches} must divide --batch-size = {config.batch_size}: use "
@@ -203,7 +203,7 @@ def common_violations(config: CommonConfig) -> Iterator[str]:
         yield f"--lr-decay-steps = {config.lr_decay_steps} must be at most --steps = {config.steps}"
 
 
-def _fp8(config: TrainConfig) -> Iterator[str]:
+def _float8(config: TrainConfig) -> Iterator[str]:
     if config.fp8 == "none":
         return
     given = f"--fp8 {config.fp8}"
