@@ -150,7 +150,7 @@ _OF_TRAINING = (
     OnlyWith(("data_changed",), lambda c: c.resume, "continues a run with other data: give --resume, or remove it"),
 )
 # Keys of files of earlier versions, with the value that says what is always done now.
-_REMOVED = {"engine": "fsdp2", "lora_dora": False, "lora_dropout": 0.0}
+REMOVED = {"engine": "fsdp2", "lora_dora": False, "lora_dropout": 0.0}
 # Of two options that set the same, one may be given; one on the command line replaces the other of a file.
 EITHER = (("steps", "train_tokens"), ("batch_size", "global_batch_size"))
 
@@ -158,10 +158,10 @@ EITHER = (("steps", "train_tokens"), ("batch_size", "global_batch_size"))
 def without_removed(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a file without those of earlier versions. Raises ValueError for one that asked for what is
     not done any more."""
-    for key, done in _REMOVED.items():
+    for key, done in REMOVED.items():
         if mapping.get(key, done) != done:
             raise ValueError(f"{key} = {mapping[key]!r} is gone, and only {done!r} is supported: remove the key")
-    return {key: value for key, value in mapping.items() if key not in _REMOVED}
+    return {key: value for key, value in mapping.items() if key not in REMOVED}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from usp.config import CommonConfig, CurriculumStage, TrainConfig, by_stage
+from usp.config import REMOVED, CommonConfig, CurriculumStage, TrainConfig, by_stage
 from usp.fields import flag
 from usp.parallel import DAMAGED, DamagedCheckpoint, latest, read_extra, set_aside, verify
 from usp.parallel.groups import gather_objects
@@ -194,7 +194,7 @@ def resume_changes(saved: TrainingState, config: TrainConfig) -> list[str]:
     """Return the fields that differ from the run that is continued: allowed, and worth a line each."""
     return [
         f"{flag(name)} = {value} (checkpoint: {saved.config[name]})"
-        for name, value in _as_json(asdict(config)).items()
+        for name, value in _as_json(asdict(config) | REMOVED).items()
         if name not in _NOT_THE_RUN and name in saved.config and saved.config[name] != value
     ]
 

@@ -60,6 +60,9 @@ def test_the_same_run_on_another_layout_continues() -> None:
         "--dp-shard = 2 (checkpoint: -1)",
     ]
     assert resume_changes(saved(config), replace(config, output="elsewhere")) == []
+    earlier = saved(config)
+    earlier.config.update(engine="fsdp2", lora_dropout=0.1)
+    assert resume_changes(earlier, config) == ["--lora-dropout = 0.0 (checkpoint: 0.1)"]
 
 
 def test_who_wrote_a_model_does_not_make_it_another() -> None:
