@@ -40,7 +40,11 @@ def test_the_cells_have_the_published_gain() -> None:
     assert gain(found, measured=True) == pytest.approx(0.261, abs=5e-4)
     assert all(one.cell.samples * (128 + one.cell.response) == 2**17 for one in found)
     assert spearman([1.0, 2.0, 2.0, 5.0], [2.0, 3.0, 3.0, 9.0]) == pytest.approx(1.0)
+    notes = list(real_figure.notes(found, Constants()))
     assert "off by 0.00 on average" in real_figure.answer(found) and "correlation 1.00" in real_figure.answer(found)
+    assert "Gains that are off by more than 0.30: none." in notes
+    assert "Heuristic seconds that are off by more than 15%: none." in notes
+    assert "gains 1.15 at 128 tokens" in notes[-1]
 
 
 def test_reals_micro_batches_its_baseline_and_collectives() -> None:

@@ -13,6 +13,7 @@ from usp.hf.tensor_parallel import model_shape
 from usp.parallel import ParallelDims, ParallelMesh
 from usp.predict.job import Job
 from usp.predict.traffic import stage_units
+from usp.run.failures import ConfigurationError
 
 
 @pytest.mark.parametrize("model", ["tiny", "qwen3-tiny", "mixtral-tiny", "llama3-8b"])
@@ -49,6 +50,11 @@ def test_tensor_parallel_ranks_shard_what_the_plan_shards() -> None:
     assert shapes["input_layernorm.weight"].local(2) == (128,)
     assert not shapes["input_layernorm.weight"].partial_gradient(sequence_parallel=False)
     assert shapes["self_attn.q_norm.weight"].partial_gradient(sequence_parallel=False)
+
+
+def test_configurations_that_training_refuses_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="must divide the world size 8"):
+        job(8, sp_ring=3)
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp", "fsdp", "loss", "batch", "sp", "efsdp", "ep")

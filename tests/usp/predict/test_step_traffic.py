@@ -121,6 +121,18 @@ def test_every_byte_is_predicted(
                 assert {(sent.ranks, sent.collective): (sent.nbytes, sent.calls) for sent in run.sent} == wire, flags
 
 
+@pytest.mark.slow
+def test_float8_halves_the_gathers_of_linears_to_the_byte(ranks: RankPool, models: Path) -> None:
+    plain = config_of({"model": "llama-4kv"}, models)
+    found = ranks.run(sent_by_steps, 4, [plain, replace(plain, fp8="tensor")])
+    gathered = [sum(sent for (_, name), (sent, _) in wire.items() if "gather" in name) for wire in found[0]]
+    model = job_of(plain, load_model_config(plain.model), 4).model
+    linears = sum(p.numel for layer in model.layers for p in layer.parameters if p.linear)
+    norms = sum(p.numel for layer in model.layers for p in layer.parameters if not p.linear)
+    around = model.numel - linears - norms  # gathered once, the layers in forward and backward
+    assert gathered == [3 * 2 * (2 * (linears + norms) + around) // 4, 3 * 2 * (linears + 2 * norms + around) // 4]
+
+
 def test_attention_traffic_equals_its_plan(models: Path) -> None:
     config = config_of({"sp_ulysses": 2, "sp_ring": 4, "model": "mistral"}, models)
     job = job_of(config, load_model_config(config.model), 8)
